@@ -1,0 +1,108 @@
+"""What the machine can do, measured: the peaks that the benchmark's shares refer to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mha_ext
+
+from .timing import best_rate, in_turns, ratios
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """cpu, cores, threads used, instruction set of torch; versions; rates with that many threads.
+
+    fma_gflops: float32, the best matrix product that torch's libraries reach; exp_giga: exponentials, 10^9 a second, in
+    cache; read_gbytes: 10^9 bytes a second from memory; linear_gain: oneDNN's rate for a linear layer over torch's (g).
+    """
+
+    cpu: str
+    cores: int
+    threads: int
+    capability: str
+    torch: str
+    mha_ext: str
+    fma_gflops: float
+    exp_giga: float
+    read_gbytes: float
+    linear_gain: float
+
+    def describe(self) -> str:
+        return (
+            f"{self.cpu}, {self.threads} of {self.cores} cores, {self.capability}, torch {self.torch}, "
+            f"mha_ext {self.mha_ext}: fp32 {self.fma_gflops:.0f} GF/s, exp {self.exp_giga:.2f} G/s, "
+            f"read {self.read_gbytes:.1f} GB/s, oneDNN / torch linear g = {self.linear_gain:.2f}"
+        )
+
+
+def probe() -> Machine:
+    """Measures with as many threads as torch is set to use; takes about three seconds."""
+    return Machine(
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        torch=torch.__version__,
+        mha_ext=getattr(mha_ext, "__version__", "unknown"),
+        fma_gflops=_fma_peak() / 1e9,
+        exp_giga=_exp_rate() / 1e9,
+        read_gbytes=_read_bandwidth() / 1e9,
+        linear_gain=_linear_gain(),
+    )
+
+
+def _linear_paths() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """torch's own linear layer, and oneDNN's where this torch has it."""
+    paths: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"torch": F.linear}
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        paths["oneDNN"] = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return paths
+
+
+def _fma_peak() -> float:
+    """Operations a second: the best of both libraries over sizes that suit them."""
+    rates = []
+    for m, n, k in ((1024, 1024, 1024), (2048, 2048, 512), (4096, 1024, 1024)):
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        rates += [best_rate(partial(path, x, w), 2.0 * m * n * k) for path in _linear_paths().values()]
+    return max(rates)
+
+
+def _exp_rate() -> float:
+    x = torch.randn(32768 * torch.get_num_threads())  # as many as torch gives one thread at least
+    out = torch.empty_like(x)
+    return best_rate(lambda: torch.exp(x, out=out), x.numel())
+
+
+def _read_bandwidth() -> float:
+    """Bytes a second: the best of two ways to read a matrix that no cache holds."""
+    matrix, vector = torch.ones(8192, 8192), torch.ones(8192)
+    readers = (matrix.sum, partial(torch.mv, matrix, vector))
+    return max(best_rate(reader, 4.0 * matrix.numel()) for reader in readers)
+
+
+def _linear_gain() -> float:
+    """oneDNN's rate over torch's at (1024, 512) x (512, 512); 1 where this torch has no oneDNN."""
+    x, w = torch.randn(1024, 512), torch.randn(512, 512)
+    times = in_turns({name: partial(path, x, w) for name, path in _linear_paths().items()}, budget=0.5)
+    return ratios(times["torch"], times["oneDNN"]).median if "oneDNN" in times else 1.0
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

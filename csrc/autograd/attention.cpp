@@ -1,0 +1,80 @@
+// One autograd node for the core operator. The first backward runs in the engine; whatever needs more than that (double
+// backward, forward mode, functorch transforms) takes the composite form, which autograd differentiates by itself.
+#include "../composite/attention.h"
+#include "../flat_signatures.h"
+#include "saved_options.h"
+#include "transforms.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace mha_ext::autograd {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& bias, AttentionOptions options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    options.bias = bias;
+    auto [output, weights, logsumexp] = mha_ext::attention(query, key, value, options);
+    SavedOptions saved(ctx, options);
+    saved.save({query, key, value, output, weights, logsumexp});
+    ctx->saved_data["need_bias_grad"] = requires_grad(bias);
+    if (!options.need_weights) ctx->mark_non_differentiable({weights});
+    ctx->set_materialize_grads(false);
+    return {output, weights, logsumexp};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto [tensors, options] = SavedOptions::load(ctx);
+    const AttentionSaved saved = {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]};
+    const Tensor grad_output = grads[0].defined() ? grads[0] : at::zeros({}, saved.output.options()).expand_as(saved.output);
+    const auto given = [](const Tensor& grad) { return grad.defined() ? OptionalTensor(grad) : std::nullopt; };
+    const bool need_bias_grad = ctx->saved_data["need_bias_grad"].toBool();
+    auto [grad_query, grad_key, grad_value, grad_bias] = mha_ext::attention_backward(
+        grad_output, options.need_weights ? given(grads[1]) : std::nullopt, given(grads[2]), saved, options, need_bias_grad);
+    return {grad_query, grad_key, grad_value, need_bias_grad ? grad_bias : Tensor(), Tensor()};
+  }
+};
+
+ThreeTensors attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& given) {
+  if (inside_functorch() || any_tangent({query, key, value, given.bias})) {
+    return composite::attention(query, key, value, given);
+  }
+  const AttentionOptions options = composite::with_seed(given);
+  if (!any_requires_grad({query, key, value, options.bias})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return mha_ext::attention(query, key, value, options);
+  }
+  const auto results = AttentionFunction::apply(query, key, value, options.bias, options);
+  return {results[0], results[1], results[2]};
+}
+
+FourTensors attention_backward(const Tensor& grad_output, const OptionalTensor& grad_weights,
+                               const OptionalTensor& grad_logsumexp, const AttentionSaved& saved,
+                               const AttentionOptions& options, bool need_bias_grad) {
+  if (inside_functorch() ||
+      any_requires_grad({grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, options.bias}) ||
+      any_tangent({grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, options.bias})) {
+    return composite::attention_backward(grad_output, grad_weights, grad_logsumexp, saved, options, need_bias_grad);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return mha_ext::attention_backward(grad_output, grad_weights, grad_logsumexp, saved, options, need_bias_grad);
+}
+
+void implement(torch::Library& m) {
+  m.impl("attention", TORCH_FN(FlatAttention<&attention>::call));
+  m.impl("attention_backward", TORCH_FN(FlatAttentionBackward<&attention_backward>::call));
+}
+
+}  // namespace
+}  // namespace mha_ext::autograd
+
+TORCH_LIBRARY_IMPL(mha_ext, AutogradCPU, m) { mha_ext::autograd::implement(m); }
+TORCH_LIBRARY_IMPL(mha_ext, AutogradMeta, m) { mha_ext::autograd::implement(m); }

@@ -1,0 +1,61 @@
+// What a node keeps between forward and backward: its tensors as saved variables, its options beside them.
+#pragma once
+
+#include "../mha_ext.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <vector>
+
+namespace mha_ext::autograd {
+
+class SavedOptions {
+ public:
+  using Context = torch::autograd::AutogradContext;
+
+  SavedOptions(Context* ctx, const AttentionOptions& options) : ctx_(ctx), options_(options) {
+    auto& data = ctx->saved_data;
+    data["is_causal"] = options.is_causal;
+    data["dropout_p"] = options.dropout_p;
+    data["scale"] = options.scale;
+    data["need_weights"] = options.need_weights;
+    data["causal_bottom_right"] = options.causal_bottom_right;
+    data["uniform_dead_rows"] = options.uniform_dead_rows;
+  }
+
+  // Saves the node's own tensors and those of the options.
+  void save(torch::autograd::variable_list tensors) const {
+    for (const auto& tensor : {options_.mask, options_.bias, options_.key_lengths, options_.seed}) {
+      tensors.push_back(tensor.value_or(at::Tensor()));
+    }
+    ctx_->save_for_backward(std::move(tensors));
+  }
+
+  // The node's own tensors and the options.
+  static std::pair<torch::autograd::variable_list, AttentionOptions> load(Context* ctx) {
+    auto tensors = ctx->get_saved_variables();
+    auto& data = ctx->saved_data;
+    const auto last = tensors.size() - 4;
+    const auto given = [&](size_t i) {
+      return tensors[last + i].defined() ? std::optional<at::Tensor>(tensors[last + i]) : std::nullopt;
+    };
+    AttentionOptions options{given(0),
+                             given(1),
+                             data["is_causal"].toBool(),
+                             data["dropout_p"].toDouble(),
+                             data["scale"].toOptional<double>(),
+                             data["need_weights"].toBool(),
+                             given(2),
+                             data["causal_bottom_right"].toBool(),
+                             data["uniform_dead_rows"].toBool(),
+                             given(3)};
+    tensors.resize(last);
+    return {std::move(tensors), std::move(options)};
+  }
+
+ private:
+  Context* ctx_;
+  const AttentionOptions& options_;
+};
+
+}  // namespace mha_ext::autograd

@@ -1,0 +1,46 @@
+// When the engine's own autograd node cannot serve a call, and the composite form has to.
+#pragma once
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+
+namespace mha_ext::autograd {
+
+inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined() && tensor->requires_grad();
+}
+
+inline bool any_requires_grad(c10::ArrayRef<std::optional<at::Tensor>> tensors) {
+  if (!c10::GradMode::is_enabled()) return false;
+  for (const auto& tensor : tensors) {
+    if (requires_grad(tensor)) return true;
+  }
+  return false;
+}
+
+// A functorch transform (grad, vmap, jvp, ...) is running: it sees through ATen calls, but not through a C++ node.
+inline bool inside_functorch() {
+  const auto& tls = at::functorch::functorchTLSAccessor();
+  if (!tls) return false;
+  try {
+    tls->checkSupportsCppAutogradFunction();
+    return false;
+  } catch (const c10::Error&) {
+    return true;
+  }
+}
+
+// Forward-mode AD: one of the inputs carries a tangent.
+inline bool any_tangent(c10::ArrayRef<std::optional<at::Tensor>> tensors) {
+  for (const auto& tensor : tensors) {
+    if (tensor.has_value() && tensor->defined() && tensor->_fw_grad(/*level=*/0).defined()) return true;
+  }
+  return false;
+}
+
+}  // namespace mha_ext::autograd

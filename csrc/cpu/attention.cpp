@@ -1,0 +1,271 @@
+// CPU kernels of attention and attention_backward: tensors become a params struct, the work is split into tasks, the
+// kernels of the instruction set in use do the rest.
+#include "attention.h"
+
+#include "../checks.h"
+#include "../composite/attention.h"
+#include "../flat_signatures.h"
+#include "../outputs.h"
+#include "dispatch.h"
+#include "kernels/tile_size.h"
+#include "parallel.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <vector>
+
+namespace mha_ext::cpu {
+namespace {
+
+bool present(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
+
+Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble: return Dtype::f64;
+    case at::kBFloat16: return Dtype::bf16;
+    case at::kHalf: return Dtype::f16;
+    case at::kBool: return Dtype::boolean;
+    default: return Dtype::f32;
+  }
+}
+
+View view_of(const at::Tensor& tensor) {
+  View v;
+  v.data = const_cast<void*>(tensor.const_data_ptr());
+  v.dtype = dtype_of(tensor);
+  for (int64_t d = 0; d < tensor.dim(); ++d) v.stride[d] = tensor.stride(d);
+  return v;
+}
+
+Dropout dropout_of(const AttentionOptions& options) {
+  Dropout d;
+  if (options.dropout_p == 0.0) return d;
+  const auto seed = static_cast<uint64_t>(options.seed->item<int64_t>());
+  d.active = true;
+  d.drops_all = options.dropout_p == 1.0;
+  d.threshold = static_cast<int32_t>(std::min(std::nearbyint(options.dropout_p * 0x1p31), 0x1p31 - 1));
+  d.keep_scale = d.drops_all ? 0.0 : 1.0 / (1.0 - options.dropout_p);
+  d.seed_low = static_cast<uint32_t>(seed);
+  d.seed_high = static_cast<uint32_t>(seed >> 32);
+  return d;
+}
+
+// The parameters, and the tensors made on the way that they point into.
+template <typename Params>
+struct Prepared {
+  Params params;
+  at::Tensor key_lengths, mask, bias;
+};
+
+template <typename Params>
+Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const AttentionOptions& options) {
+  Prepared<Params> prepared;
+  Params& p = prepared.params;
+  p.batch = query.size(0);
+  p.heads = query.size(1);
+  p.kv_heads = key.size(1);
+  p.q_len = query.size(2);
+  p.kv_len = key.size(2);
+  p.head_dim = query.size(3);
+  p.value_dim = value.size(3);
+  p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.query = view_of(query);
+  p.key = view_of(key);
+  p.value = view_of(value);
+  const std::array<int64_t, 4> scores = {p.batch, p.heads, p.q_len, p.kv_len};
+  if (present(options.mask)) {
+    prepared.mask = options.mask->expand(scores);
+    p.mask = view_of(prepared.mask);
+  }
+  if (present(options.bias)) {
+    prepared.bias = options.bias->expand(scores);
+    p.bias = view_of(prepared.bias);
+  }
+  if (present(options.key_lengths)) {
+    prepared.key_lengths = options.key_lengths->to(at::kLong).contiguous();
+    p.key_lengths = static_cast<const int64_t*>(prepared.key_lengths.const_data_ptr());
+  }
+  p.is_causal = options.is_causal;
+  p.causal_offset = options.causal_bottom_right ? p.kv_len - p.q_len : 0;
+  p.uniform_dead_rows = options.uniform_dead_rows;
+  p.dropout = dropout_of(options);
+  p.tile = tile_size();
+  return prepared;
+}
+
+bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads == 0 || p.q_len == 0; }
+
+// Multiplications and additions of one product over all visible pairs, roughly.
+double product_flops(const AttentionParams& p) {
+  return 2.0 * static_cast<double>(p.batch * p.heads) * static_cast<double>(p.q_len) * static_cast<double>(p.kv_len) *
+         static_cast<double>(std::max(p.head_dim, p.value_dim));
+}
+
+// Heads that share keys and values stay in one task as far as four tasks for each thread allow: a task packs K and V.
+std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads) {
+  const int64_t heads = p.batch * p.kv_heads, blocks = p.group() * p.query_blocks();
+  const int64_t parts = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
+  std::vector<ForwardTask> tasks;
+  tasks.reserve(heads * parts);
+  for (int64_t i = 0; i < heads; ++i) {
+    for (int64_t part = 0; part < parts; ++part) {
+      tasks.push_back({i / p.kv_heads, i % p.kv_heads, part * blocks / parts, (part + 1) * blocks / parts});
+    }
+  }
+  return tasks;
+}
+
+// All heads that add into one grad_bias share a task. Key blocks are split when there are few tasks otherwise.
+struct BackwardSplit {
+  std::vector<BackwardTask> tasks;
+  int64_t task_key_blocks;
+  bool ordered;  // several tasks add into one dQ
+};
+
+BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
+  const bool whole_batch = p.grad_bias && p.batch > 1 && p.grad_bias.stride[0] == 0;
+  const bool all_heads = p.grad_bias && p.heads > 1 && p.grad_bias.stride[1] == 0;
+  const int64_t batches = whole_batch ? p.batch : 1, kv_heads = all_heads ? p.kv_heads : 1;
+  const int64_t spans = (p.batch / batches) * (p.kv_heads / kv_heads);
+  BackwardSplit split;
+  split.ordered = threads > 1 && spans < 4 * threads && p.key_blocks() > 1;
+  split.task_key_blocks = split.ordered ? 1 : p.key_blocks();
+  for (int64_t b = 0; b < p.batch; b += batches) {
+    for (int64_t h = 0; h < p.kv_heads; h += kv_heads) {
+      for (int64_t k = 0; k < p.key_blocks(); k += split.task_key_blocks) {
+        split.tasks.push_back({b, b + batches, h, h + kv_heads, k, k + split.task_key_blocks});
+      }
+    }
+  }
+  return split;
+}
+
+void run_backward(const BackwardParams& p, at::ScalarType dtype) {
+  const Kernels& kernels = kernels_for(dtype);
+  const int64_t threads = useful_threads(5 * product_flops(p));
+  const BackwardSplit split = split_backward(p, threads);
+  TaskQueue<BackwardTask> queue{split.tasks.data(), static_cast<int64_t>(split.tasks.size())};
+  GradQueryOrder order;
+  at::Tensor accumulator;
+  std::vector<std::atomic<int64_t>> progress(split.ordered ? p.batch * p.heads * p.key_blocks() : 0);
+  if (split.ordered) {
+    const int64_t block = padded(std::min(p.tile.backward_queries, p.q_len));
+    accumulator = at::empty({p.batch * p.heads, p.query_blocks(), padded(p.head_dim), block},
+                            at::TensorOptions(accumulate_dtype(dtype)));
+    order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped};
+  }
+  const int64_t bytes = kernels.backward_scratch_bytes(p, order, split.task_key_blocks);
+  run_workers(threads, queue, bytes, [&](std::byte* scratch) {
+    kernels.backward_worker(p, queue, order, split.task_key_blocks, scratch);
+  });
+}
+
+// A bias that is the same for all keys: the sum of dS over a row is dLSE there, since softmax does not see such a bias.
+at::Tensor key_broadcast_grad_bias(const at::Tensor& bias, const std::optional<at::Tensor>& grad_logsumexp,
+                                   const at::Tensor& logsumexp) {
+  if (!present(grad_logsumexp)) return at::zeros(bias.sizes(), bias.options());
+  const at::Tensor dead = logsumexp.eq(-std::numeric_limits<double>::infinity());
+  return grad_logsumexp->masked_fill(dead, 0).unsqueeze(-1).sum_to_size(bias.sizes()).to(bias.scalar_type());
+}
+
+}  // namespace
+
+void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                    const AttentionOptions& options, const at::Tensor& output, const at::Tensor& weights,
+                    const at::Tensor& logsumexp) {
+  auto prepared = prepare<AttentionParams>(query, key, value, options);
+  AttentionParams& p = prepared.params;
+  if (is_empty(p)) return;
+  p.output = view_of(output);
+  p.logsumexp = view_of(logsumexp);
+  if (options.need_weights && p.kv_len > 0) p.weights = view_of(weights);
+  const Kernels& kernels = kernels_for(query.scalar_type());
+  const int64_t threads = useful_threads(2 * product_flops(p));
+  const std::vector<ForwardTask> tasks = split_forward(p, threads);
+  TaskQueue<ForwardTask> queue{tasks.data(), static_cast<int64_t>(tasks.size())};
+  run_workers(threads, queue, kernels.forward_scratch_bytes(p),
+              [&](std::byte* scratch) { kernels.forward_worker(p, queue, scratch); });
+}
+
+at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,
+                                   const std::optional<at::Tensor>& grad_logsumexp, const AttentionSaved& saved,
+                                   const AttentionOptions& options, bool need_bias_grad, const at::Tensor& grad_query,
+                                   const at::Tensor& grad_key, const at::Tensor& grad_value) {
+  auto prepared = prepare<BackwardParams>(saved.query, saved.key, saved.value, options);
+  BackwardParams& p = prepared.params;
+  p.output = view_of(saved.output);
+  p.logsumexp = view_of(saved.logsumexp);
+  p.grad_output = view_of(grad_output);
+  if (present(grad_logsumexp)) p.grad_logsumexp = view_of(*grad_logsumexp);
+  if (present(grad_weights)) {
+    p.weights = view_of(saved.weights);
+    p.grad_weights = view_of(*grad_weights);
+  }
+  p.grad_query = view_of(grad_query);
+  p.grad_key = view_of(grad_key);
+  p.grad_value = view_of(grad_value);
+
+  at::Tensor grad_bias, accumulator;
+  if (need_bias_grad) {
+    const at::Tensor& bias = *options.bias;
+    const bool per_key = p.kv_len == 1 || (bias.dim() > 0 && bias.size(-1) > 1);
+    if (per_key) {
+      grad_bias = at::zeros(bias.sizes(), bias.options().dtype(accumulate_dtype(saved.query.scalar_type())));
+      accumulator = grad_bias.expand({p.batch, p.heads, p.q_len, p.kv_len});
+      p.grad_bias = view_of(accumulator);
+    } else {
+      grad_bias = key_broadcast_grad_bias(bias, grad_logsumexp, saved.logsumexp);
+    }
+  }
+  if (is_empty(p) || p.kv_len == 0) {
+    grad_query.zero_();
+    grad_key.zero_();
+    grad_value.zero_();
+  } else {
+    run_backward(p, saved.query.scalar_type());
+  }
+  return need_bias_grad ? grad_bias.to(options.bias->scalar_type()) : at::empty({0}, saved.query.options());
+}
+
+namespace {
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::Tensor& key,
+                                                         const at::Tensor& value, const AttentionOptions& given) {
+  const AttentionSizes sizes = check_attention("attention", query, key, value, given);
+  if (present(given.key_lengths)) check_key_length_values("attention", *given.key_lengths, key.size(2));
+  const AttentionOptions options = composite::with_seed(given);
+  const at::Tensor output = empty_output(sizes, query.options());
+  const at::Tensor weights = empty_weights(sizes, options.need_weights, query.options());
+  const at::Tensor logsumexp = empty_logsumexp(sizes, query.options());
+  attention_into(query, key, value, options, output, weights, logsumexp);
+  return {output, weights, logsumexp};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,
+    const std::optional<at::Tensor>& grad_logsumexp, const AttentionSaved& saved, const AttentionOptions& options,
+    bool need_bias_grad) {
+  check_attention_backward("attention_backward", grad_output, grad_weights, grad_logsumexp, saved, options,
+                           need_bias_grad);
+  if (present(options.key_lengths)) {
+    check_key_length_values("attention_backward", *options.key_lengths, saved.key.size(2));
+  }
+  const at::Tensor grad_query = empty_heads_like(saved.query);
+  const at::Tensor grad_key = empty_heads_like(saved.key);
+  const at::Tensor grad_value = empty_heads_like(saved.value);
+  at::Tensor grad_bias = attention_backward_into(grad_output, grad_weights, grad_logsumexp, saved, options,
+                                                 need_bias_grad, grad_query, grad_key, grad_value);
+  return {grad_query, grad_key, grad_value, grad_bias};
+}
+
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  m.impl("attention", TORCH_FN(FlatAttention<&attention>::call));
+  m.impl("attention_backward", TORCH_FN(FlatAttentionBackward<&attention_backward>::call));
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

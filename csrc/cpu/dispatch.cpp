@@ -1,0 +1,44 @@
+#include "dispatch.h"
+
+#include "kernels/tile_size.h"
+
+#include <ATen/Version.h>
+#include <c10/util/Exception.h>
+
+#include <string_view>
+
+namespace mha_ext::cpu {
+
+const KernelTable& kernel_table() {
+  static const KernelTable& chosen = []() -> const KernelTable& {
+    [[maybe_unused]] const std::string capability = at::get_cpu_capability();  // honours ATEN_CPU_CAPABILITY
+#ifdef MHA_EXT_HAVE_AVX512
+    if (capability.starts_with("AVX512")) return kernel_table_avx512;
+#endif
+#ifdef MHA_EXT_HAVE_AVX2
+    if (capability.starts_with("AVX")) return kernel_table_avx2;
+#endif
+    return kernel_table_default;
+  }();
+  return chosen;
+}
+
+const Kernels& kernels_for(at::ScalarType dtype) {
+  return dtype == at::kDouble ? kernel_table().f64 : kernel_table().f32;
+}
+
+namespace {
+TileSize current_tile = kDefaultTile;
+}
+
+TileSize tile_size() { return current_tile; }
+
+void set_tile_size(const TileSize& tile) {
+  for (int64_t n : {tile.forward_queries, tile.forward_keys, tile.backward_queries, tile.backward_keys}) {
+    TORCH_CHECK_VALUE(n > 0 && n % kLanes == 0 && n <= 4096, "set_tile_size: expected a multiple of ", kLanes,
+                      " from 16 to 4096, got ", n);
+  }
+  current_tile = tile;
+}
+
+}  // namespace mha_ext::cpu

@@ -1,0 +1,82 @@
+// The one struct between the operators and the kernels: raw pointers, sizes and strides, no Tensor.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace mha_ext::cpu {
+
+enum class Dtype : uint8_t { f32, f64, bf16, f16, boolean };
+
+// A 4-D operand (batch, head, row, column); strides in elements, 0 where it is broadcast. data is null when absent.
+struct View {
+  void* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+  Dtype dtype = Dtype::f32;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Rows and columns of the score tiles; see tile_size.h.
+struct TileSize {
+  int64_t forward_queries, forward_keys;
+  int64_t backward_queries, backward_keys;
+};
+
+struct Dropout {
+  bool active = false;
+  bool drops_all = false;    // p == 1
+  int32_t threshold = 0;     // keep where the upper 31 random bits are >= threshold
+  double keep_scale = 1.0;   // 1 / (1 - p), 0 when all is dropped
+  uint32_t seed_low = 0, seed_high = 0;
+};
+
+struct AttentionParams {
+  int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim;
+  double scale;
+  View query, key, value;              // (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv)
+  View mask, bias;                     // (B, H, Lq, Lk), broadcast by zero strides
+  const int64_t* key_lengths = nullptr;  // (B,)
+  bool is_causal = false;
+  int64_t causal_offset = 0;           // query i sees keys j <= i + causal_offset
+  bool uniform_dead_rows = false;      // rows that see no key: weights 1 / Lk instead of 0
+  Dropout dropout;
+  TileSize tile;
+  View output, weights, logsumexp;     // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t query_blocks() const { return (q_len + tile.forward_queries - 1) / tile.forward_queries; }
+  bool hides_anything() const { return mask || bias || key_lengths || is_causal; }
+  // Keys at and beyond this one are hidden from every query of the batch entry.
+  int64_t key_limit(int64_t b) const { return key_lengths ? key_lengths[b] : kv_len; }
+};
+
+struct BackwardParams : AttentionParams {
+  View grad_output, grad_weights, grad_logsumexp;  // as output, weights, logsumexp; the last two may be absent
+  View grad_query, grad_key, grad_value;
+  View grad_bias;  // accumulator (fp32, or fp64 for double) of bias's own shape, zeroed, broadcast by zero strides
+
+  int64_t query_blocks() const { return (q_len + tile.backward_queries - 1) / tile.backward_queries; }
+  int64_t key_blocks() const { return (kv_len + tile.backward_keys - 1) / tile.backward_keys; }
+};
+
+// Forward work: row blocks [first, last) of the group * query_blocks() row blocks that share one key/value head.
+struct ForwardTask {
+  int64_t batch, kv_head, first_block, last_block;
+};
+
+// Backward work: key blocks [first, last) of the key/value heads [kv_head, kv_head_end) of batches [batch, batch_end).
+// More than one head only where they add into the same grad_bias.
+struct BackwardTask {
+  int64_t batch, batch_end, kv_head, kv_head_end, first_block, last_block;
+};
+
+// dQ is summed over key blocks in ascending order, whichever threads work on them: progress[head * key_blocks + k] counts
+// the query blocks that key block k has passed; k adds into query block i only after k - 1 has passed it.
+struct GradQueryOrder {
+  void* accumulator = nullptr;              // (B * H, query blocks, D, block queries), null: one task per head, no waiting
+  std::atomic<int64_t>* progress = nullptr;  // (B * H, key blocks)
+  const std::atomic<bool>* stopped = nullptr;  // another thread has failed: do not wait for it
+};
+
+}  // namespace mha_ext::cpu

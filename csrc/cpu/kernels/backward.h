@@ -1,0 +1,381 @@
+// Backward of one task: five tile products per (key block, query block), with queries in the vector lanes, so that log-sum-exp
+// and delta are plain loads and nothing is reduced across lanes:
+//   S^T = K Q^T, dP^T = V dO^T, then P^T = e^(S^T - LSE) and dS^T = P^T (dP^T - delta), then
+//   dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T.
+// delta_i = sum_j P_ij dP_ij - dLSE_i = dO_i . O_i + dW_i . W_i - dLSE_i  (Dao et al. 2022; dW, dLSE are the gradients that
+// arrive for the returned weights W and the log-sum-exp). dQ is kept transposed: no tile is transposed on the way.
+#pragma once
+
+#include "dropout.h"
+#include "gemm.h"
+#include "mask.h"
+#include "workspace.h"
+
+#include <thread>
+
+namespace mha_ext::cpu {
+namespace {
+
+template <typename T>
+struct BackwardScratch {
+  int64_t query_block, key_block;  // padded tile
+  int64_t depth, value_depth;      // padded head sizes
+  int64_t query_blocks, key_blocks;
+
+  // Query side of the head at hand, per query block.
+  int64_t batch = -1, head = -1;
+  T *queries, *queries_t;            // scale Q (query_block, D), its transpose
+  T *grad_output, *grad_output_t;    // dO (query_block, Dv), its transpose
+  T *logsumexp, *delta;              // (query_block); +inf for rows that are dead or padding, so that their P is 0
+  uint32_t *first_key, *second_key;  // dropout row keys
+  uint8_t *dead, *any_dead;          // per row, per block
+  uint8_t *queries_finite, *grad_output_finite;
+  T* grad_query_t;                   // dQ^T / scale (query_blocks, D, query_block)
+
+  // Key side of the task, per key block of the task.
+  T *keys, *keys_t, *values;      // K (key_block, D), its transpose, V (key_block, Dv)
+  T *grad_keys, *grad_values;     // dK / scale, dV
+  uint8_t *keys_finite;
+
+  // One tile: rows are keys, lanes are queries.
+  T *scores, *grad_scores;        // S^T then P^T (after dropout), dP^T then dS^T
+  T *added, *added_t;             // bias, -inf where hidden: (query_block, key_block), its transpose
+  T *grad_weights, *grad_weights_t;
+  T *row, *factors;               // one row of anything
+
+  BackwardScratch(const BackwardParams& p, const GradQueryOrder& order, int64_t task_key_blocks, Workspace& w) {
+    query_block = padded(std::min(p.tile.backward_queries, p.q_len));
+    key_block = padded(std::min(p.tile.backward_keys, p.kv_len));
+    depth = padded(p.head_dim);
+    value_depth = padded(p.value_dim);
+    query_blocks = p.query_blocks();
+    key_blocks = p.key_blocks();
+    const int64_t rows = query_blocks * query_block;
+    queries = w.take<T>(rows * depth);
+    queries_t = w.take<T>(rows * depth);
+    grad_output = w.take<T>(rows * value_depth);
+    grad_output_t = w.take<T>(rows * value_depth);
+    logsumexp = w.take<T>(rows);
+    delta = w.take<T>(rows);
+    first_key = w.take<uint32_t>(rows);
+    second_key = w.take<uint32_t>(rows);
+    dead = w.take<uint8_t>(rows);
+    any_dead = w.take<uint8_t>(query_blocks);
+    queries_finite = w.take<uint8_t>(query_blocks);
+    grad_output_finite = w.take<uint8_t>(query_blocks);
+    grad_query_t = order.accumulator ? nullptr : w.take<T>(rows * depth);
+    const int64_t columns = task_key_blocks * key_block;
+    keys = w.take<T>(columns * depth);
+    keys_t = w.take<T>(columns * depth);
+    values = w.take<T>(columns * value_depth);
+    grad_keys = w.take<T>(columns * depth);
+    grad_values = w.take<T>(columns * value_depth);
+    keys_finite = w.take<uint8_t>(task_key_blocks);
+    scores = w.take<T>(key_block * query_block);
+    grad_scores = w.take<T>(key_block * query_block);
+    const bool adds = p.hides_anything();
+    added = adds ? w.take<T>(query_block * key_block) : nullptr;
+    added_t = adds ? w.take<T>(query_block * key_block) : nullptr;
+    grad_weights = p.grad_weights ? w.take<T>(query_block * key_block) : nullptr;
+    grad_weights_t = p.grad_weights ? w.take<T>(query_block * key_block) : nullptr;
+    row = w.take<T>(std::max({depth, value_depth, key_block, query_block}));
+    factors = w.take<T>(query_block);
+  }
+};
+
+template <typename T>
+T dot_row(const View& a, const View& b, int64_t batch, int64_t head, int64_t i, int64_t n, int64_t step, T* scratch_a,
+          T* scratch_b) {
+  T sum = T(0);
+  for (int64_t begin = 0; begin < n; begin += step) {
+    const int64_t m = std::min(step, n - begin);
+    load_row(a, batch, head, i, begin, m, T(1), scratch_a);
+    load_row(b, batch, head, i, begin, m, T(1), scratch_b);
+    for (int64_t j = 0; j < m; ++j) sum += scratch_b[j] == T(0) ? T(0) : scratch_a[j] * scratch_b[j];
+  }
+  return sum;
+}
+
+// Everything of one head that lives on the query side: Q, dO and their transposes, LSE, delta, dropout keys.
+template <typename T>
+void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batch, int64_t head) {
+  if (s.batch == batch && s.head == head) return;
+  s.batch = batch;
+  s.head = head;
+  const int64_t step = std::min(s.query_block, s.key_block);
+  for (int64_t block = 0; block < s.query_blocks; ++block) {
+    const int64_t query = block * p.tile.backward_queries;
+    const int64_t rows = std::min(p.tile.backward_queries, p.q_len - query);
+    T* queries = s.queries + block * s.query_block * s.depth;
+    T* grad_output = s.grad_output + block * s.query_block * s.value_depth;
+    load_rows(p.query, batch, head, query, rows, p.head_dim, static_cast<T>(p.scale), s.query_block, queries);
+    load_rows(p.grad_output, batch, head, query, rows, p.value_dim, T(1), s.query_block, grad_output);
+    s.queries_finite[block] = all_finite(queries, s.query_block * s.depth);
+    s.grad_output_finite[block] = all_finite(grad_output, s.query_block * s.value_depth);
+    transpose(queries, s.depth, s.query_block, s.depth, s.queries_t + block * s.query_block * s.depth, s.query_block);
+    transpose(grad_output, s.value_depth, s.query_block, s.value_depth,
+              s.grad_output_t + block * s.query_block * s.value_depth, s.query_block);
+    s.any_dead[block] = 0;
+    for (int64_t r = 0; r < s.query_block; ++r) {
+      const int64_t i = block * s.query_block + r;
+      s.logsumexp[i] = kInfinity<T>;
+      s.delta[i] = T(0);
+      s.dead[i] = 0;
+      if (r >= rows) continue;
+      T lse = T(0);
+      load_row(p.logsumexp, batch, head, query + r, 0, 1, T(1), &lse);
+      s.dead[i] = lse == -kInfinity<T>;
+      s.any_dead[block] |= s.dead[i];
+      if (s.dead[i]) continue;
+      s.logsumexp[i] = lse;
+      // delta <- dO . O + dW . W - dLSE
+      load_row(p.output, batch, head, query + r, 0, p.value_dim, T(1), s.row);
+      T delta = T(0);
+      for (int64_t d = 0; d < p.value_dim; ++d) delta += grad_output[r * s.value_depth + d] * s.row[d];
+      if (p.grad_weights) {
+        delta += dot_row(p.grad_weights, p.weights, batch, head, query + r, p.kv_len, step, s.row, s.factors);
+      }
+      if (p.grad_logsumexp) {
+        T grad = T(0);
+        load_row(p.grad_logsumexp, batch, head, query + r, 0, 1, T(1), &grad);
+        delta -= grad;
+      }
+      s.delta[i] = delta;
+    }
+    if (!p.dropout.active) continue;
+    for (int64_t r = 0; r < s.query_block; ++r) {
+      const RowKeys keys = row_keys(p.dropout, batch, head, query + r);
+      s.first_key[block * s.query_block + r] = keys.first;
+      s.second_key[block * s.query_block + r] = keys.second;
+    }
+  }
+}
+
+template <typename T>
+void pack_key_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batch, int64_t kv_head, int64_t block,
+                   int64_t slot) {
+  const int64_t key = block * p.tile.backward_keys;
+  const int64_t keys = std::min(p.tile.backward_keys, p.kv_len - key);
+  T* rows = s.keys + slot * s.key_block * s.depth;
+  load_rows(p.key, batch, kv_head, key, keys, p.head_dim, T(1), s.key_block, rows);
+  s.keys_finite[slot] = all_finite(rows, s.key_block * s.depth);
+  transpose(rows, s.depth, s.key_block, s.depth, s.keys_t + slot * s.key_block * s.depth, s.key_block);
+  load_rows(p.value, batch, kv_head, key, keys, p.value_dim, T(1), s.key_block,
+            s.values + slot * s.key_block * s.value_depth);
+  fill(s.grad_keys + slot * s.key_block * s.depth, s.key_block * s.depth, T(0));
+  fill(s.grad_values + slot * s.key_block * s.value_depth, s.key_block * s.value_depth, T(0));
+}
+
+template <typename T>
+void store_key_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batch, int64_t kv_head, int64_t block,
+                    int64_t slot) {
+  const int64_t key = block * p.tile.backward_keys;
+  const int64_t keys = std::min(p.tile.backward_keys, p.kv_len - key);
+  for (int64_t j = 0; j < keys; ++j) {
+    // Q was packed scaled, so dK = dS^T (scale Q) is complete
+    store_row(p.grad_key, batch, kv_head, key + j, 0, p.head_dim, T(1), s.grad_keys + (slot * s.key_block + j) * s.depth);
+    store_row(p.grad_value, batch, kv_head, key + j, 0, p.value_dim, T(1),
+              s.grad_values + (slot * s.key_block + j) * s.value_depth);
+  }
+}
+
+// added_t <- bias, -inf where hidden, for one partial tile; padding is 0
+template <typename T>
+void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
+  fill(s.added, s.query_block * s.key_block, T(0));
+  for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
+  transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
+}
+
+template <typename T>
+void grad_weights_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
+  fill(s.grad_weights, s.query_block * s.key_block, T(0));
+  for (int64_t r = 0; r < t.queries; ++r) {
+    load_row(p.grad_weights, t.batch, t.head, t.query + r, t.key, t.keys, T(1), s.grad_weights + r * s.key_block);
+  }
+  transpose(s.grad_weights, s.key_block, s.query_block, s.key_block, s.grad_weights_t, s.query_block);
+}
+
+// One row (one key) of a tile without masks, dropout or returned weights.
+template <typename T>
+inline void plain_row(int64_t n, const T* logsumexp, const T* delta, T* scores, T* grad_scores) {
+  for (int64_t i = 0; i < n; i += kWidth<T>) {
+    const Vec<T> probability = exp2((load(scores + i) - load(logsumexp + i)) * kLog2e<T>);
+    store(scores + i, probability);                                                              // P^T
+    store(grad_scores + i, probability * (load(grad_scores + i) - load(delta + i)));             // dS^T
+  }
+}
+
+// The same with everything: added (or null), gradient of the weights (or null), dropout, uniform dead rows.
+template <typename T>
+inline void general_row(const BackwardParams& p, int64_t n, const T* logsumexp, const T* delta, const T* added,
+                        const T* grad_weights, const T* factors, const uint8_t* uniform, T* scores, T* grad_scores) {
+  if (grad_weights) {
+    for (int64_t i = 0; i < n; ++i) grad_scores[i] += grad_weights[i];
+  }
+  if (factors) {
+    for (int64_t i = 0; i < n; ++i) grad_scores[i] = factors[i] == T(0) ? T(0) : grad_scores[i] * factors[i];
+  }
+  if (added) {
+    for (int64_t i = 0; i < n; ++i) scores[i] = added[i] == -kInfinity<T> ? -kInfinity<T> : scores[i] + added[i];
+  }
+  for (int64_t i = 0; i < n; i += kWidth<T>) {
+    const Vec<T> score = load(scores + i);
+    const Vec<T> probability = exp2((score - load(logsumexp + i)) * kLog2e<T>);
+    const Vec<T> grad = probability * (load(grad_scores + i) - load(delta + i));
+    store(scores + i, score == -kInfinity<T> ? Vec<T>{} : probability);
+    store(grad_scores + i, score == -kInfinity<T> ? Vec<T>{} : grad);
+  }
+  if (uniform) {
+    const T probability = T(1) / static_cast<T>(p.kv_len);
+    for (int64_t i = 0; i < n; ++i) scores[i] = uniform[i] ? probability : scores[i];
+  }
+  if (factors) {
+    for (int64_t i = 0; i < n; ++i) scores[i] *= factors[i];
+  }
+}
+
+// S^T and dP^T become P^T (as it multiplied V) and dS^T; rows beyond t.keys become 0.
+template <typename T>
+void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, TileKind kind, int64_t q_block) {
+  const int64_t lanes = s.query_block;
+  const T* logsumexp = s.logsumexp + q_block * lanes;
+  const T* delta = s.delta + q_block * lanes;
+  const bool uniform = p.uniform_dead_rows && s.any_dead[q_block];
+  const bool plain = kind == TileKind::full && !p.grad_weights && !p.dropout.active && !uniform;
+  if (kind == TileKind::partial) added_tile(p, s, t);
+  if (p.grad_weights) grad_weights_tile(p, s, t);
+  for (int64_t j = 0; j < t.keys; ++j) {
+    T* scores = s.scores + j * lanes;
+    T* grad_scores = s.grad_scores + j * lanes;
+    if (plain) {
+      plain_row(lanes, logsumexp, delta, scores, grad_scores);
+      continue;
+    }
+    if (p.dropout.active) {
+      keep_factors(p.dropout, s.first_key + q_block * lanes, s.second_key + q_block * lanes, t.key + j, lanes, s.factors);
+    }
+    general_row(p, lanes, logsumexp, delta, kind == TileKind::partial ? s.added_t + j * lanes : nullptr,
+                p.grad_weights ? s.grad_weights_t + j * lanes : nullptr, p.dropout.active ? s.factors : nullptr,
+                uniform ? s.dead + q_block * lanes : nullptr, scores, grad_scores);
+  }
+  const int64_t rest = (padded(t.keys) - t.keys) * lanes;
+  fill(s.scores + t.keys * lanes, rest, T(0));
+  fill(s.grad_scores + t.keys * lanes, rest, T(0));
+}
+
+// grad_bias += dS, transposed back; broadcast dimensions have stride 0, and this task owns what it adds to
+template <typename T>
+void add_grad_bias(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
+  const View& v = p.grad_bias;
+  transpose(s.grad_scores, s.query_block, padded(t.keys), s.query_block, s.added, s.key_block);
+  for (int64_t r = 0; r < t.queries; ++r) {
+    T* dst = static_cast<T*>(v.data) + t.batch * v.stride[0] + t.head * v.stride[1] + (t.query + r) * v.stride[2] +
+             t.key * v.stride[3];
+    for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += s.added[r * s.key_block + j];
+  }
+}
+
+// Waits until key block k - 1 has passed query block q_block of this head; see GradQueryOrder.
+inline void wait_for_turn(const GradQueryOrder& order, int64_t progress_index, int64_t key_block, int64_t q_block) {
+  if (!order.progress || key_block == 0) return;
+  const std::atomic<int64_t>& previous = order.progress[progress_index - 1];
+  while (previous.load(std::memory_order_acquire) <= q_block && !order.stopped->load(std::memory_order_relaxed)) {
+    std::this_thread::yield();
+  }
+}
+
+// dQ block complete: transpose back, scale, store.
+template <typename T>
+void store_grad_query(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, const T* grad_query_t) {
+  T* rows = s.scores;  // (query_block, D) fits: both tile operands are free by now
+  for (int64_t d = 0; d < s.depth; d += kLanes) {
+    transpose(grad_query_t + d * s.query_block, s.query_block, kLanes, s.query_block, rows, kLanes);
+    const int64_t n = std::min(kLanes, p.head_dim - d);
+    for (int64_t r = 0; r < t.queries; ++r) {
+      store_row(p.grad_query, t.batch, t.head, t.query + r, d, n, static_cast<T>(p.scale), rows + r * kLanes);
+    }
+  }
+}
+
+// All five products of one tile; dQ is added in key-block order.
+template <typename T>
+void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQueryOrder& order, const Tile& t,
+                   int64_t key_block, int64_t slot, int64_t q_block) {
+  const int64_t lanes = s.query_block, columns = padded(t.keys);
+  const bool reaches_dead = p.uniform_dead_rows && s.any_dead[q_block];
+  TileKind kind = p.hides_anything() ? classify(p, t) : TileKind::full;
+  if (kind == TileKind::empty && reaches_dead) kind = TileKind::partial;
+  const bool live = kind != TileKind::empty;
+  if (live) {
+    const T* queries = s.queries + q_block * lanes * s.depth;
+    const T* grad_output = s.grad_output + q_block * lanes * s.value_depth;
+    const bool partial = kind == TileKind::partial;
+    // S^T <- K (scale Q)^T,  dP^T <- V dO^T
+    matmul(columns, lanes, p.head_dim, s.keys + slot * s.key_block * s.depth, s.depth,
+           s.queries_t + q_block * lanes * s.depth, lanes, s.scores, lanes, false);
+    matmul(columns, lanes, p.value_dim, s.values + slot * s.key_block * s.value_depth, s.value_depth,
+           s.grad_output_t + q_block * lanes * s.value_depth, lanes, s.grad_scores, lanes, false);
+    softmax_backward_tile(p, s, t, kind, q_block);
+    // dV += P^T dO,  dK += dS^T (scale Q)
+    const auto values_product =
+        partial && !s.grad_output_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
+    values_product(columns, s.value_depth, lanes, s.scores, lanes, grad_output, s.value_depth,
+                   s.grad_values + slot * s.key_block * s.value_depth, s.value_depth, true);
+    const auto keys_product = partial && !s.queries_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
+    keys_product(columns, s.depth, lanes, s.grad_scores, lanes, queries, s.depth,
+                 s.grad_keys + slot * s.key_block * s.depth, s.depth, true);
+    if (p.grad_bias) add_grad_bias(p, s, t);
+  }
+  const int64_t head = t.batch * p.heads + t.head;
+  const int64_t progress_index = head * s.key_blocks + key_block;
+  T* grad_query_t = order.accumulator
+                        ? static_cast<T*>(order.accumulator) + (head * s.query_blocks + q_block) * s.depth * lanes
+                        : s.grad_query_t + q_block * s.depth * lanes;
+  wait_for_turn(order, progress_index, key_block, q_block);
+  if (live) {
+    // dQ^T += K^T dS^T
+    const auto queries_product = kind == TileKind::partial && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
+    queries_product(s.depth, lanes, columns, s.keys_t + slot * s.key_block * s.depth, s.key_block, s.grad_scores, lanes,
+                    grad_query_t, lanes, key_block > 0);
+  } else if (key_block == 0) {
+    fill(grad_query_t, s.depth * lanes, T(0));
+  }
+  if (key_block == s.key_blocks - 1) store_grad_query(p, s, t, grad_query_t);
+  if (order.progress) order.progress[progress_index].store(q_block + 1, std::memory_order_release);
+}
+
+template <typename T>
+void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order, BackwardScratch<T>& s,
+                      int64_t batch, int64_t kv_head) {
+  for (int64_t block = task.first_block; block < task.last_block; ++block) {
+    pack_key_side(p, s, batch, kv_head, block, block - task.first_block);
+  }
+  for (int64_t head = kv_head * p.group(); head < (kv_head + 1) * p.group(); ++head) {
+    pack_query_side(p, s, batch, head);
+    for (int64_t block = task.first_block; block < task.last_block; ++block) {
+      const int64_t key = block * p.tile.backward_keys;
+      for (int64_t q_block = 0; q_block < s.query_blocks; ++q_block) {
+        const int64_t query = q_block * p.tile.backward_queries;
+        const Tile tile = {batch, head, query, std::min(p.tile.backward_queries, p.q_len - query),
+                           key, std::min(p.tile.backward_keys, p.kv_len - key)};
+        backward_tile(p, s, order, tile, block, block - task.first_block, q_block);
+      }
+    }
+  }
+  for (int64_t block = task.first_block; block < task.last_block; ++block) {
+    store_key_side(p, s, batch, kv_head, block, block - task.first_block);
+  }
+}
+
+template <typename T>
+void backward_task(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order, BackwardScratch<T>& s) {
+  for (int64_t batch = task.batch; batch < task.batch_end; ++batch) {
+    for (int64_t kv_head = task.kv_head; kv_head < task.kv_head_end; ++kv_head) {
+      backward_kv_head(p, task, order, s, batch, kv_head);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

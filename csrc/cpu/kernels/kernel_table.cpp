@@ -1,0 +1,61 @@
+// The one source compiled once per instruction set (cmake/Isa.cmake passes MHA_EXT_ISA and the -m flags). Everything it
+// includes lives in anonymous namespaces, so that no 512-bit code is shared with an older machine's.
+#include "kernel_table.h"
+
+#include "backward.h"
+#include "forward.h"
+
+#define MHA_EXT_JOIN_(a, b) a##b
+#define MHA_EXT_JOIN(a, b) MHA_EXT_JOIN_(a, b)
+#define MHA_EXT_STRING_(a) #a
+#define MHA_EXT_STRING(a) MHA_EXT_STRING_(a)
+
+namespace mha_ext::cpu {
+namespace {
+
+template <typename Task>
+const Task* take(TaskQueue<Task>& queue) {
+  if (queue.stopped.load(std::memory_order_relaxed)) return nullptr;
+  const int64_t i = queue.next.fetch_add(1, std::memory_order_relaxed);
+  return i < queue.count ? queue.tasks + i : nullptr;
+}
+
+template <typename T>
+int64_t forward_scratch_bytes(const AttentionParams& p) {
+  Workspace measure(nullptr);
+  ForwardScratch<T> scratch(p, measure);
+  return measure.used();
+}
+
+template <typename T>
+void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, std::byte* memory) {
+  Workspace workspace(memory);
+  ForwardScratch<T> scratch(p, workspace);
+  while (const ForwardTask* task = take(queue)) forward_task(p, *task, scratch);
+}
+
+template <typename T>
+int64_t backward_scratch_bytes(const BackwardParams& p, const GradQueryOrder& order, int64_t task_key_blocks) {
+  Workspace measure(nullptr);
+  BackwardScratch<T> scratch(p, order, task_key_blocks, measure);
+  return measure.used();
+}
+
+template <typename T>
+void backward_worker(const BackwardParams& p, TaskQueue<BackwardTask>& queue, const GradQueryOrder& order,
+                     int64_t task_key_blocks, std::byte* memory) {
+  Workspace workspace(memory);
+  BackwardScratch<T> scratch(p, order, task_key_blocks, workspace);
+  while (const BackwardTask* task = take(queue)) backward_task(p, *task, order, scratch);
+}
+
+template <typename T>
+constexpr Kernels kernels() {
+  return {forward_scratch_bytes<T>, forward_worker<T>, backward_scratch_bytes<T>, backward_worker<T>};
+}
+
+}  // namespace
+
+const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {MHA_EXT_STRING(MHA_EXT_ISA), kernels<float>(), kernels<double>()};
+
+}  // namespace mha_ext::cpu

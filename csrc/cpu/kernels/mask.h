@@ -1,0 +1,91 @@
+// What hides keys from queries: boolean mask, key lengths, causal limit, and -inf in an additive bias. A new kind of mask
+// needs its part in classify() (which tiles it empties or leaves whole) and in hide() (one row of a partial tile).
+#pragma once
+
+#include "convert.h"
+
+#include <algorithm>
+
+namespace mha_ext::cpu {
+namespace {
+
+// A rectangle of the score matrix of one head.
+struct Tile {
+  int64_t batch, head;
+  int64_t query, queries;  // first row, rows
+  int64_t key, keys;       // first column, columns
+};
+
+// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: apply bias and masks row by row.
+enum class TileKind { empty, full, partial };
+
+// First key that length and causal limit hide from query i.
+inline int64_t visible_keys(const AttentionParams& p, int64_t b, int64_t i) {
+  const int64_t limit = p.key_limit(b);
+  return p.is_causal ? std::clamp<int64_t>(i + p.causal_offset + 1, 0, limit) : limit;
+}
+
+inline const uint8_t* mask_row(const View& mask, int64_t b, int64_t h, int64_t row, int64_t column) {
+  return static_cast<const uint8_t*>(mask.data) + b * mask.stride[0] + h * mask.stride[1] + row * mask.stride[2] +
+         column * mask.stride[3];
+}
+
+inline int64_t count_visible(const uint8_t* row, int64_t stride, int64_t n) {
+  int64_t visible = 0;
+  if (stride == 1) {
+    for (int64_t begin = 0; begin < n; begin += 128) {  // partial counts that fit a byte let the loop run on byte vectors
+      uint8_t part = 0;
+      for (int64_t j = begin; j < std::min(n, begin + 128); ++j) part += row[j] != 0;
+      visible += part;
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) visible += row[j * stride] != 0;
+  }
+  return visible;
+}
+
+inline TileKind classify_mask(const View& mask, const Tile& t) {
+  const int64_t rows = mask.stride[2] == 0 ? 1 : t.queries;
+  const int64_t columns = mask.stride[3] == 0 ? 1 : t.keys;
+  bool any = false, all = true;
+  for (int64_t r = 0; r < rows && !(any && !all); ++r) {
+    const int64_t visible = count_visible(mask_row(mask, t.batch, t.head, t.query + r, t.key), mask.stride[3], columns);
+    any |= visible > 0;
+    all &= visible == columns;
+  }
+  return !any ? TileKind::empty : all ? TileKind::full : TileKind::partial;
+}
+
+inline TileKind classify(const AttentionParams& p, const Tile& t) {
+  const int64_t most = visible_keys(p, t.batch, t.query + t.queries - 1);  // the last row sees the most, the first the least
+  if (t.key >= most) return TileKind::empty;
+  const TileKind by_mask = p.mask ? classify_mask(p.mask, t) : TileKind::full;
+  if (by_mask != TileKind::full) return by_mask;
+  const bool whole = !p.bias && t.key + t.keys <= visible_keys(p, t.batch, t.query);
+  return whole ? TileKind::full : TileKind::partial;
+}
+
+// scores[0:t.keys] of tile row r <- scores + bias, -inf where hidden. Selected, not added: a NaN behind a mask is gone.
+// bias_row is scratch for t.keys elements.
+template <typename T>
+void hide(const AttentionParams& p, const Tile& t, int64_t r, T* bias_row, T* scores) {
+  const int64_t query = t.query + r;
+  const int64_t visible = std::clamp<int64_t>(visible_keys(p, t.batch, query) - t.key, 0, t.keys);
+  if (p.bias) {
+    load_row(p.bias, t.batch, t.head, query, t.key, visible, T(1), bias_row);
+    for (int64_t j = 0; j < visible; ++j) scores[j] = bias_row[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias_row[j];
+  }
+  if (p.mask) {
+    const uint8_t* keep = mask_row(p.mask, t.batch, t.head, query, t.key);
+    const int64_t stride = p.mask.stride[3];
+    if (stride == 1) {
+      for (int64_t j = 0; j < visible; ++j) scores[j] = keep[j] ? scores[j] : -kInfinity<T>;
+    } else {
+      for (int64_t j = 0; j < visible; ++j) scores[j] = keep[j * stride] ? scores[j] : -kInfinity<T>;
+    }
+  }
+  fill(scores + visible, t.keys - visible, -kInfinity<T>);
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,115 @@
+// Portable vectors: GCC/Clang vector extensions as wide as the instruction set this file is compiled for. No torch header
+// (at::vec would pull inline functions compiled for the wrong machine into the library).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace mha_ext::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <typename T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+};
+template <typename T>
+using Vec = typename VectorOf<T>::type;
+
+template <typename T>
+constexpr int64_t kWidth = kVectorBytes / static_cast<int64_t>(sizeof(T));
+
+// Signed integers with as many lanes as Vec<T>: what comparisons give.
+template <typename T>
+using IntOf = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+template <typename T>
+inline Vec<T> load(const T* p) {
+  return *reinterpret_cast<const Vec<T>*>(p);
+}
+
+template <typename T>
+inline void store(T* p, Vec<T> v) {
+  *reinterpret_cast<Vec<T>*>(p) = v;
+}
+
+template <typename T>
+inline Vec<T> broadcast(T x) {
+  return x - Vec<T>{};
+}
+
+// where(a > b, a, b): with a NaN the result is b.
+template <typename T>
+inline Vec<T> max(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+
+template <typename T>
+inline T horizontal_max(Vec<T> v) {
+  T m = v[0];
+  for (int i = 1; i < kWidth<T>; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+template <typename T>
+inline T horizontal_sum(Vec<T> v) {
+  for (int64_t half = kWidth<T> / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
+  }
+  return v[0];
+}
+
+template <typename T>
+constexpr T kLog2e = static_cast<T>(1.4426950408889634073599246810019);
+template <typename T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+// 2^x as 2^n * 2^f, n = round(x), |f| <= 1/2. Below the smallest normal number the result is 0; above the largest it is
+// clamped; NaN stays NaN. fp32: degree-5 minimax polynomial with p(0) = 1, relative error 9.1e-8.
+inline Vec<float> exp2(Vec<float> x) {
+  x = x > 127.f ? broadcast(127.f) : x;
+  const Vec<float> shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low bits
+  const Vec<float> shifted = x + shift;
+  const Vec<float> f = x - (shifted - shift);
+  Vec<float> p = f * 0.001326472731307149f + 0.009671512991189957f;
+  p = p * f + 0.05550733581185341f;
+  p = p * f + 0.24022242426872253f;
+  p = p * f + 0.6931470036506653f;
+  p = p * f + 1.f;
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes), may_alias));
+  const Int n = reinterpret_cast<Int>(shifted) << 23;  // the magic constant's own low bits are zero
+  const Vec<float> power = reinterpret_cast<Vec<float>>(n + (127 << 23));
+  return x < -126.f ? Vec<float>{} : p * power;
+}
+
+// fp64: Taylor polynomial of degree 13, relative error 4e-18 before rounding.
+inline Vec<double> exp2(Vec<double> x) {
+  x = x > 1023. ? broadcast(1023.) : x;
+  const Vec<double> shift = broadcast(6755399441055744.);  // 1.5 * 2^52
+  const Vec<double> shifted = x + shift;
+  const Vec<double> f = (x - (shifted - shift)) * 0.69314718055994530941723212145818;
+  Vec<double> p = broadcast(1. / 6227020800.);
+  const double factorials[] = {479001600., 39916800., 3628800., 362880., 40320., 5040., 720., 120., 24., 6., 2., 1., 1.};
+  for (double k : factorials) p = p * f + 1. / k;
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes), may_alias));
+  const Int n = reinterpret_cast<Int>(shifted) << 52;
+  const Vec<double> power = reinterpret_cast<Vec<double>>(n + (int64_t{1023} << 52));
+  return x < -1022. ? Vec<double>{} : p * power;
+}
+
+template <typename T>
+inline T exp2_scalar(T x) {
+  return exp2(broadcast(x))[0];
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

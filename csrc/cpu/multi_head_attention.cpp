@@ -1,0 +1,116 @@
+// CPU kernels of the layer: projections, the engine on views of the projected heads, output projection; and backward.
+#include "../checks.h"
+#include "../composite/attention.h"
+#include "../flat_signatures.h"
+#include "../outputs.h"
+#include "attention.h"
+#include "linear.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace mha_ext::cpu {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// (B, L, heads * dim) seen as (B, heads, L, dim)
+Tensor heads_of(const Tensor& x, const c10::SymInt& heads, const c10::SymInt& dim) {
+  return x.view_symint({x.sym_size(0), x.sym_size(1), heads, dim}).transpose(1, 2);
+}
+
+void check_lengths(const char* op, const AttentionOptions& options, const Tensor& key) {
+  if (options.key_lengths.has_value() && options.key_lengths->defined()) {
+    check_key_length_values(op, *options.key_lengths, key.size(1));
+  }
+}
+
+std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const Projections& p, int64_t num_heads, const AttentionOptions& given) {
+  const LayerSizes sizes = check_layer(op, query, key, value, p, num_heads, given);
+  check_lengths(op, given, key);
+  const AttentionOptions options = composite::with_seed(given);
+  const AttentionSizes& s = sizes.core;
+  LayerSaved saved;
+  saved.q = linear(query, p.w_q, p.b_q);
+  saved.k = linear(key, p.w_k, p.b_k);
+  saved.v = linear(value, p.w_v, p.b_v);
+  saved.context = empty_features(s.batch, s.q_len, s.heads * s.value_dim, query.options());
+  saved.weights = empty_weights(s, options.need_weights, query.options());
+  saved.logsumexp = empty_logsumexp(s, query.options());
+  attention_into(heads_of(saved.q, s.heads, s.head_dim), heads_of(saved.k, s.kv_heads, s.head_dim),
+                 heads_of(saved.v, s.kv_heads, s.value_dim), options, heads_of(saved.context, s.heads, s.value_dim),
+                 saved.weights, saved.logsumexp);
+  return {linear(saved.context, p.w_o, p.b_o), saved};
+}
+
+std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Projections& projections, int64_t num_heads,
+                                                            const AttentionOptions& options) {
+  return layer_forward("multi_head_attention_forward", query, key, value, projections, num_heads, options);
+}
+
+std::tuple<Tensor, Tensor> multi_head_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                const Projections& projections, int64_t num_heads,
+                                                const AttentionOptions& options) {
+  auto [output, saved] = layer_forward("multi_head_attention", query, key, value, projections, num_heads, options);
+  return {output, saved.weights};
+}
+
+LayerGrads multi_head_attention_backward(const Tensor& grad_output, const OptionalTensor& grad_weights,
+                                         const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const Projections& p, const LayerSaved& saved, int64_t num_heads,
+                                         const AttentionOptions& options, bool self_attention,
+                                         const LayerGradMask& wanted) {
+  const char* op = "multi_head_attention_backward";
+  const LayerSizes sizes = check_layer_backward(op, grad_output, grad_weights, query, key, value, p, saved, num_heads,
+                                                options, self_attention, wanted);
+  check_lengths(op, options, key);
+  const AttentionSizes& s = sizes.core;
+  LayerGrads grads;
+  grads.fill(at::empty({0}, query.options()));
+  if (wanted[kWo]) grads[kWo] = linear_grad_weight(grad_output, saved.context);
+  if (wanted[kBo]) grads[kBo] = linear_grad_bias(grad_output);
+
+  const bool query_side = wanted[kQuery] || wanted[kWq] || wanted[kBq];
+  const bool key_side = wanted[kKey] || wanted[kWk] || wanted[kBk];
+  const bool value_side = wanted[kValue] || wanted[kWv] || wanted[kBv];
+  if (!query_side && !key_side && !value_side && !wanted[kBias]) return grads;
+
+  const Tensor grad_context = linear_grad_input(grad_output, p.w_o);
+  const Tensor dq = at::empty(saved.q.sizes(), query.options());
+  const Tensor dk = at::empty(saved.k.sizes(), query.options());
+  const Tensor dv = at::empty(saved.v.sizes(), query.options());
+  const AttentionSaved core = {heads_of(saved.q, s.heads, s.head_dim),
+                               heads_of(saved.k, s.kv_heads, s.head_dim),
+                               heads_of(saved.v, s.kv_heads, s.value_dim),
+                               heads_of(saved.context, s.heads, s.value_dim),
+                               saved.weights,
+                               saved.logsumexp};
+  grads[kBias] = attention_backward_into(heads_of(grad_context, s.heads, s.value_dim), grad_weights, std::nullopt, core,
+                                         options, wanted[kBias], heads_of(dq, s.heads, s.head_dim),
+                                         heads_of(dk, s.kv_heads, s.head_dim), heads_of(dv, s.kv_heads, s.value_dim));
+
+  const struct { const Tensor &dy, &x, &w; LayerGrad input, weight, bias; } sides[] = {
+      {dq, query, p.w_q, kQuery, kWq, kBq}, {dk, key, p.w_k, kKey, kWk, kBk}, {dv, value, p.w_v, kValue, kWv, kBv}};
+  for (const auto& side : sides) {
+    if (wanted[side.weight]) grads[side.weight] = linear_grad_weight(side.dy, side.x);
+    if (wanted[side.bias]) grads[side.bias] = linear_grad_bias(side.dy);
+    if (self_attention && side.input != kQuery) {
+      if (wanted[kQuery]) add_linear_grad_input(side.dy, side.w, grads[kQuery]);
+    } else if (wanted[side.input]) {
+      grads[side.input] = linear_grad_input(side.dy, side.w);
+    }
+  }
+  return grads;
+}
+
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  m.impl("multi_head_attention", TORCH_FN(FlatLayer<&multi_head_attention>::call));
+  m.impl("multi_head_attention_forward", TORCH_FN(FlatLayerForward<&multi_head_attention_forward>::call));
+  m.impl("multi_head_attention_backward", TORCH_FN(FlatLayerBackward<&multi_head_attention_backward>::call));
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,75 @@
+// Shapes, dtypes and strides of everything the operators return; shared by the kernels of the CPU and of meta tensors.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include "checks.h"
+
+namespace mha_ext {
+
+// The dtype of scores, accumulators and logsumexp.
+inline at::ScalarType accumulate_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+// (B, heads, L, dim), stored as (B, L, heads, dim), so that merging the heads is a view.
+inline at::Tensor empty_heads(const c10::SymInt& batch, const c10::SymInt& heads, const c10::SymInt& length,
+                              const c10::SymInt& dim, const at::TensorOptions& options) {
+  return at::empty_symint({batch, length, heads, dim}, options).transpose(1, 2);
+}
+
+inline at::Tensor empty_output(const AttentionSizes& s, const at::TensorOptions& options) {
+  return empty_heads(s.batch, s.heads, s.q_len, s.value_dim, options);
+}
+
+// (B, H, Lq, Lk), or (0,) when the caller does not want the weights.
+inline at::Tensor empty_weights(const AttentionSizes& s, bool need_weights, const at::TensorOptions& options) {
+  if (!need_weights) return at::empty({0}, options);
+  return at::empty_symint({s.batch, s.heads, s.q_len, s.kv_len}, options);
+}
+
+inline at::Tensor empty_logsumexp(const AttentionSizes& s, const at::TensorOptions& options) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  return at::empty_symint({s.batch, s.heads, s.q_len}, options.dtype(accumulate_dtype(dtype)));
+}
+
+// The gradient of query, key or value (B, heads, L, dim).
+inline at::Tensor empty_heads_like(const at::Tensor& tensor) {
+  const auto sizes = tensor.sym_sizes();
+  return empty_heads(sizes[0], sizes[1], sizes[2], sizes[3], tensor.options());
+}
+
+// A contiguous tensor in the shape of `tensor`, or (0,) when the caller does not want it.
+inline at::Tensor empty_grad(const at::Tensor& tensor, bool wanted) {
+  if (!wanted) return at::empty({0}, tensor.options());
+  return at::empty_symint(tensor.sym_sizes(), tensor.options());
+}
+
+// The same for a tensor that may be absent; (0,) has the options of `query`.
+inline at::Tensor empty_grad(const std::optional<at::Tensor>& tensor, bool wanted, const at::Tensor& query) {
+  return wanted ? empty_grad(*tensor, true) : empty_grad(query, false);
+}
+
+// (B, L, features): the projected heads of a layer, its merged heads, its output.
+inline at::Tensor empty_features(const c10::SymInt& batch, const c10::SymInt& length, const c10::SymInt& features,
+                                 const at::TensorOptions& options) {
+  return at::empty_symint({batch, length, features}, options);
+}
+
+// Every gradient of a layer that output_mask asks for. With self_attention those of key and value are within kQuery.
+inline LayerGrads empty_layer_grads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                    const Projections& p, const AttentionOptions& options, bool self_attention,
+                                    const LayerGradMask& wanted) {
+  return {empty_grad(query, wanted[kQuery]),
+          empty_grad(key, wanted[kKey] && !self_attention),
+          empty_grad(value, wanted[kValue] && !self_attention),
+          empty_grad(p.w_q, wanted[kWq]),
+          empty_grad(p.w_k, wanted[kWk]),
+          empty_grad(p.w_v, wanted[kWv]),
+          empty_grad(p.w_o, wanted[kWo]),
+          empty_grad(p.b_q, wanted[kBq], query),
+          empty_grad(p.b_k, wanted[kBk], query),
+          empty_grad(p.b_v, wanted[kBv], query),
+          empty_grad(p.b_o, wanted[kBo], query),
+          empty_grad(options.bias, wanted[kBias], query)};
+}
+
+}  // namespace mha_ext

@@ -1,0 +1,57 @@
+// `_C`: what Python asks the library about itself, and the settings for tests and tuning. No operators: those are reached
+// through torch.ops.mha_ext. Types for Python: mha_ext/_C.pyi.
+#include "cpu/brgemm.h"
+#include "cpu/dispatch.h"
+#include "cpu/linear.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace {
+
+namespace py = pybind11;
+using namespace mha_ext::cpu;
+
+std::string cpu_capability() { return kernel_table().name; }
+
+py::dict linear_backends() {
+  py::dict backends;
+  backends["forward"] = linear_backend(0);
+  backends["grad_input"] = linear_backend(1);
+  backends["grad_weight"] = linear_backend(2);
+  return backends;
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t> get_tile_size() {
+  const TileSize t = tile_size();
+  return {t.forward_queries, t.forward_keys, t.backward_queries, t.backward_keys};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "What libmha_ext uses on this machine, and its settings.";
+
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const c10::ValueError& error) {
+      py::set_error(PyExc_ValueError, error.what_without_backtrace());
+    }
+  });
+
+  m.def("cpu_capability", &cpu_capability, "The kernels in use: 'default', 'avx2' or 'avx512'.");
+  m.def("brgemm_available", &brgemm_available,
+        "Whether float32 tile products run in oneDNN's batch-reduce GEMM; otherwise in the kernels' own.");
+  m.def("linear_backends", &linear_backends,
+        "'blas' or 'onednn' for the projections' products 'forward', 'grad_input' and 'grad_weight'.");
+  m.def("tile_size", &get_tile_size, "Rows and columns of the score tile: forward queries and keys, then backward's.");
+  m.def(
+      "set_tile_size",
+      [](int64_t forward_queries, int64_t forward_keys, int64_t backward_queries, int64_t backward_keys) {
+        set_tile_size({forward_queries, forward_keys, backward_queries, backward_keys});
+      },
+      py::arg("forward_queries"), py::arg("forward_keys"), py::arg("backward_queries"), py::arg("backward_keys"),
+      "Sets what tile_size gives; not while another thread runs an operator.");
+}

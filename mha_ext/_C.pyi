@@ -1,0 +1,20 @@
+"""What libmha_ext uses on this machine, and its settings for tests and tuning."""
+
+def cpu_capability() -> str:
+    """The kernels in use: 'default', 'avx2' or 'avx512'."""
+
+def brgemm_available() -> bool:
+    """Whether float32 tile products run in oneDNN's batch-reduce GEMM; otherwise in the kernels' own."""
+
+def linear_backends() -> dict[str, str]:
+    """'blas' or 'onednn' for the projections' products 'forward', 'grad_input' and 'grad_weight'."""
+
+def tile_size() -> tuple[int, int, int, int]:
+    """Rows and columns of the score tile: forward queries and keys, then backward's."""
+
+def set_tile_size(forward_queries: int, forward_keys: int, backward_queries: int, backward_keys: int) -> None:
+    """Sets what tile_size gives; not while another thread runs an operator.
+
+    Raises:
+        ValueError: a number that is not a multiple of 16 from 16 to 4096.
+    """

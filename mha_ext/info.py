@@ -1,0 +1,69 @@
+"""What is installed and what it uses on this machine."""
+
+from __future__ import annotations
+
+import platform
+from typing import TypedDict
+
+import torch
+
+from . import _C, _build
+
+
+class Info(TypedDict):
+    """What `info` returns."""
+
+    version: str
+    torch: str
+    built_for_torch: str
+    compiler: str
+    python: str
+    cpu_capability: str
+    tile_products: str
+    projections: dict[str, str]
+    threads: int
+    interop_threads: int
+
+
+def info() -> Info:
+    """Versions, the instruction set in use, the backends of the matrix products, and threads.
+
+    cpu_capability is 'default', 'avx2' or 'avx512': the best that the processor, this build and the environment
+    variable ATEN_CPU_CAPABILITY allow. tile_products is 'onednn' or 'own': who multiplies the float32 tiles of
+    attention. projections is 'blas' or 'onednn' for each product of a linear layer: the faster, measured at first use.
+    """
+    return {
+        "version": _build.VERSION,
+        "torch": torch.__version__,
+        "built_for_torch": _build.TORCH_VERSION,
+        "compiler": f"{_build.COMPILER}, {_build.BUILD_TYPE}",
+        "python": platform.python_version(),
+        "cpu_capability": _C.cpu_capability(),
+        "tile_products": "onednn" if _C.brgemm_available() else "own",
+        "projections": _C.linear_backends(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """`python -m mha_ext info`: prints what `info` returns, a line each, or as JSON with --json."""
+    import argparse
+    import json
+
+    parser = argparse.ArgumentParser(
+        prog="mha-ext info",
+        description="Versions, the instruction set in use, who multiplies the matrices, and threads.",
+        epilog="ATEN_CPU_CAPABILITY=avx2 or =default picks older instructions than the processor has; "
+        "MHA_EXT_LINEAR=blas or =onednn picks the projections' library; OMP_NUM_THREADS sets the threads.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    as_json = parser.parse_args(argv).json
+    found = info()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for name, value in found.items():
+        text = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
+        print(f"{name.replace('_', ' '):<16}{text}")
+    return 0

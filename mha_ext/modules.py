@@ -1,0 +1,243 @@
+"""Attention layers as torch.nn modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _nn_module
+
+from . import masks
+
+_linear_forward = nn.Linear.forward
+_module_call = nn.Module.__call__
+
+
+_PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
+_PLAIN_TENSORS = (nn.Parameter, Tensor)
+
+
+def _modules_are_called_plainly() -> bool:
+    """Whether no hook for all modules is registered and nobody has replaced how modules are called."""
+    return not (
+        _nn_module._global_forward_hooks
+        or _nn_module._global_forward_pre_hooks
+        or _nn_module._global_backward_hooks
+        or _nn_module._global_backward_pre_hooks
+        or nn.Linear.forward is not _linear_forward
+        or nn.Module.__call__ is not _module_call
+    )
+
+
+def _plain_parameters(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) if calling the module does nothing but x W^T + b with them, else None.
+
+    None for a subclass or another module, for one with a hook, a parametrisation or a forward of its own, and where a
+    parameter is a tensor subclass.
+    """
+    if (
+        type(module) is not nn.Linear
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    ):
+        return None
+    parameters = module._parameters
+    if "weight" not in parameters or "bias" not in parameters:
+        return None
+    weight, bias = parameters["weight"], parameters["bias"]
+    if type(weight) not in _PLAIN_TENSORS or not (bias is None or type(bias) in _PLAIN_TENSORS):
+        return None
+    return weight, bias
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, L, heads * D) -> (B, heads, L, D)"""
+    return x.reshape(x.size(0), x.size(1), heads, x.size(-1) // heads).transpose(1, 2)
+
+
+def _added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """mask * -1e9, less what is common to a row: that changes no softmax, but saves the scores of a row of nothing but
+    -1e9 from being rounded away."""
+    mask = mask.to(dtype)
+    if mask.numel() > 0:
+        mask = mask - mask.amin(-1, keepdim=True)
+    return mask * -1e9
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention: W_o(softmax(Q K^T / sqrt(d_k)) V, heads side by side), Q = W_q(query) and so on.
+
+    Four nn.Linear(d_model, d_model), so the same state_dict, the same initial values and the same use of the random
+    number generator as a module that creates them in this order. As long as they are plain nn.Linear, the layer is one
+    operator with one autograd node. A projection that is anything else (another module, a subclass, one with hooks, a
+    parametrisation or an adapter) is called as a module, and the operator does the rest: nothing is bypassed.
+
+    Arguments: d_model features, num_heads (must divide d_model), bias for the projections, dropout probability of the
+    weights while training, device and dtype of the parameters.
+    """
+
+    __constants__ = ["d_model", "num_heads", "d_k", "dropout", "plain", "adds_mask"]
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        num_heads: int = 8,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise ValueError(f"MultiHeadAttention: expected num_heads >= 1, got {num_heads}")
+        if d_model % num_heads != 0:
+            raise AssertionError("d_model must be divisible by num_heads")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"MultiHeadAttention: expected dropout between 0 and 1, got {dropout}")
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.d_k = d_model // num_heads
+        self.dropout = float(dropout)
+        self.W_q = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.W_k = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.W_v = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.W_o = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.plain = True  # which way a scripted module goes, decided when it is scripted
+        self.adds_mask = False  # see from_numpy
+
+    @classmethod
+    def from_numpy(cls, W_q: Any, W_k: Any, W_v: Any, W_o: Any, num_heads: int) -> MultiHeadAttention:
+        """The layer x @ W_q, x @ W_k, x @ W_v, ... @ W_o of the document's NumPy class: no biases.
+
+        The matrices (d_model, d_model) are arrays or tensors of one floating dtype, are copied and keep their dtype.
+        The mask of this layer is that class's too: `mask * -1e9` is added to the scores, so 1 hides and 0 shows; a row
+        in which everything is hidden is the softmax of its scores, as it is there.
+        """
+        matrices = {"W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o}
+        tensors = {name: torch.as_tensor(matrix).detach() for name, matrix in matrices.items()}
+        first = tensors["W_q"]
+        if first.dim() != 2 or first.size(0) != first.size(1):
+            raise ValueError(f"from_numpy: expected W_q of shape (d_model, d_model), got {tuple(first.shape)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != first.shape:
+                raise ValueError(
+                    f"from_numpy: expected {name} of shape {tuple(first.shape)}, got {tuple(tensor.shape)}"
+                )
+            if not tensor.is_floating_point() or tensor.dtype != first.dtype:
+                raise TypeError(
+                    f"from_numpy: expected four matrices of one floating dtype, got {name} of {tensor.dtype}"
+                )
+        layer = cls(first.size(0), num_heads, bias=False, device="meta", dtype=first.dtype)
+        for name, tensor in tensors.items():
+            weight = tensor.t().clone(memory_format=torch.contiguous_format)
+            getattr(layer, name).weight = nn.Parameter(weight)
+        layer.adds_mask = True
+        return layer
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        need_weights: bool = True,
+        key_lengths: Tensor | None = None,
+        bias: Tensor | None = None,
+        causal_bottom_right: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query (B, Lq, d_model), key and value (B, Lk, d_model) -> output (B, Lq, d_model), weights (B, H, Lq, Lk).
+
+        mask                any dtype, broadcasts to (B, H, Lq, Lk); `mask == 0` hides (but see from_numpy)
+        is_causal           query i sees keys j <= i, or j <= i + Lk - Lq with causal_bottom_right
+        need_weights        False: None in place of the weights, and no memory for them
+        key_lengths         int32 or int64 (B,): keys j >= key_lengths[b] are hidden (padding)
+        bias                floating, broadcasts to (B, H, Lq, Lk); added to the scaled scores
+
+        A query that sees no key takes the mean of all values (weights 1 / Lk). The weights are those that multiplied
+        the values, with dropout while training. Gradients flow through both results. Raises ValueError or TypeError for
+        input that does not fit.
+        """
+        if mask is not None:
+            if self.adds_mask:
+                added = _added_mask(mask, torch.float64 if query.dtype == torch.float64 else torch.float32)
+                bias = added if bias is None else bias + added
+                mask = None
+            else:
+                mask = masks.visible(mask)
+        dropout_p = self.dropout if self.training else 0.0
+        weights: list[Tensor] = []  # of the projections; none: they are called as modules
+        biases: list[Tensor | None] = []
+        if torch.jit.is_scripting():
+            if self.plain:  # a constant: what it excludes is not even compiled
+                weights = [self.W_q.weight, self.W_k.weight, self.W_v.weight, self.W_o.weight]
+                biases = [self.W_q.bias, self.W_k.bias, self.W_v.bias, self.W_o.bias]
+        else:
+            weights, biases = self._plain_parameters()
+        if len(weights) > 0:
+            output, attended = torch.ops.mha_ext.multi_head_attention(
+                query,
+                key,
+                value,
+                weights[0],
+                weights[1],
+                weights[2],
+                weights[3],
+                biases[0],
+                biases[1],
+                biases[2],
+                biases[3],
+                self.num_heads,
+                mask=mask,
+                bias=bias,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+                need_weights=need_weights,
+                key_lengths=key_lengths,
+                causal_bottom_right=causal_bottom_right,
+                uniform_dead_rows=True,
+            )
+        else:
+            q, k, v = self.W_q(query), self.W_k(key), self.W_v(value)
+            kv_heads = k.size(-1) * self.num_heads // q.size(-1)
+            heads, attended, _ = torch.ops.mha_ext.attention(
+                _split_heads(q, self.num_heads),
+                _split_heads(k, kv_heads),
+                _split_heads(v, kv_heads),
+                mask=mask,
+                bias=bias,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+                need_weights=need_weights,
+                key_lengths=key_lengths,
+                causal_bottom_right=causal_bottom_right,
+                uniform_dead_rows=True,
+            )
+            output = self.W_o(heads.transpose(1, 2).flatten(2))
+        return output, attended if need_weights else None
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, num_heads={self.num_heads}, dropout={self.dropout}"
+
+    def __prepare_scriptable__(self) -> MultiHeadAttention:
+        self.plain = len(self._plain_parameters()[0]) > 0
+        return self
+
+    @torch.jit.unused
+    def _plain_parameters(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The weights and biases of the four projections if all of them are plain nn.Linear, else empty lists."""
+        weights: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        if _modules_are_called_plainly():
+            for name in _PROJECTIONS:
+                parameters = _plain_parameters(self._modules[name])
+                if parameters is None:
+                    return [], []
+                weights.append(parameters[0])
+                biases.append(parameters[1])
+        return weights, biases

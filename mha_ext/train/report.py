@@ -1,0 +1,158 @@
+"""What the user sees: a progress bar or a plain log, a table of numbers, a curve."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from .checkpoint import write_atomically
+from .errors import TrainError
+
+LOG_LINES = 20  # in a log that is not a terminal
+
+
+def bits(loss: float) -> float:
+    """A loss in nats per character as bits per character."""
+    return loss / math.log(2)
+
+
+def duration(seconds: float) -> str:
+    """65.2 -> '1:05'"""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def say(*lines: str) -> None:
+    write("".join(line + "\n" for line in lines))
+
+
+def write(text: str) -> None:
+    """Prints at once. A reader who has gone (`| head`, a closed terminal) does not end the run."""
+    try:
+        print(text, end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Progress:
+    """One bar that is drawn again and again on a terminal, some lines in a log elsewhere."""
+
+    def __init__(self, steps: int, quiet: bool = False) -> None:
+        self.steps = steps
+        self.quiet = quiet
+        self.live = not quiet and sys.stdout.isatty()
+        self.width = 0  # of the bar on the screen
+
+    def step(self, step: int, loss: float, tokens_per_second: float, seconds_left: float) -> None:
+        """Shows that `step` steps are done, the last with `loss` in nats per character."""
+        numbers = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {duration(seconds_left)} left"
+        count = f"step {step:>{len(str(self.steps))}}/{self.steps}"
+        if self.live:
+            columns = shutil.get_terminal_size().columns - 1
+            room = columns - len(count) - len(numbers) - 6
+            done = round(room * step / self.steps)
+            bar = f"[{'#' * done}{'.' * (room - done)}]  " if room >= 10 else ""
+            line = f"{count}  {bar}{numbers}"[:columns]
+            write("\r" + line.ljust(self.width))
+            self.width = len(line)
+        elif not self.quiet and (step == 1 or step % max(1, self.steps // LOG_LINES) == 0):
+            say(f"{count}  {numbers}")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self.live and self.width:
+            write("\r" + " " * self.width + "\r")
+            self.width = 0
+        if not self.quiet:
+            say(text)
+
+
+@dataclass
+class Row:
+    """One step in metrics.csv; the losses are per character."""
+
+    step: int
+    loss: float  # nats
+    bits: float
+    tokens: int
+    tokens_per_second: float
+    learning_rate: float
+    held_out_bits: float | None = None  # None: not evaluated after this step
+
+
+class Metrics:
+    """metrics.csv: a row per step, on the disk as soon as the step is done."""
+
+    def __init__(self, path: Path, kept: Sequence[Row]) -> None:
+        """Starts the file with `kept`, the rows of the steps before."""
+        self.path = path
+        self.rows = list(kept)
+        header = ",".join(f.name for f in fields(Row))
+        write_atomically(path, "\n".join([header, *map(format_row, kept), ""]).encode())
+        self.file = open(path, "a", encoding="utf-8")
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        try:
+            self.file.write(format_row(row) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise TrainError(f"cannot write {self.path}: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def format_row(row: Row) -> str:
+    return ",".join("" if value is None else f"{value:.8g}" for value in astuple(row))
+
+
+def read_metrics(path: Path, last_step: int) -> list[Row]:
+    """The rows up to `last_step`; none when the file is not there or holds something else."""
+    rows: list[Row] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
+        for line in lines:
+            step, loss, bit, tokens, speed, rate, held_out = line.split(",")
+            row = Row(int(step), float(loss), float(bit), int(tokens), float(speed), float(rate))
+            row.held_out_bits = float(held_out) if held_out else None
+            if row.step <= last_step:
+                rows.append(row)
+    except (OSError, ValueError):
+        pass
+    return rows
+
+
+def median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else math.nan
+
+
+def write_curve(path: Path, rows: Sequence[Row], title: str) -> str | None:
+    """Draws training and held-out bits per character over the steps; returns why not when it cannot."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "there is no loss curve because matplotlib is not installed (pip install matplotlib)"
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([row.step for row in rows], [row.bits for row in rows], alpha=0.6, linewidth=1, label="training")
+    held_out = [row for row in rows if row.held_out_bits is not None]
+    axes.plot([row.step for row in held_out], [row.held_out_bits for row in held_out], "o-", label="held out")
+    axes.set(title=title, xlabel="step", ylabel="bits per character")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomically(path, buffer.getvalue())
+    return None

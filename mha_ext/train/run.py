@@ -1,0 +1,140 @@
+"""One run and its folder: training, then everything that is left behind for the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .checkpoint import CHECKPOINT, Checkpoint, save, write_atomically
+from .data import Windows, fingerprint
+from .export import compare, export
+from .loop import Trainer, evaluate
+from .model import CharacterModel, Decoder
+from .report import Metrics, Progress, Row, duration, median, say, write_curve
+from .sample import continuation, restored_lines
+from .seq2seq import LinePairs, Seq2Seq
+from .settings import Settings
+from .signals import StopRequest
+
+METRICS, CURVE, SAMPLE, EXPORT = "metrics.csv", "curve.png", "sample.txt", "model.pt"
+PROGRAM = "python -m mha_ext train"
+
+
+@dataclasses.dataclass
+class Run:
+    settings: Settings
+    folder: Path
+    model: CharacterModel
+    trainer: Trainer
+    text: str
+    quiet: bool
+    with_export: bool
+
+    def execute(self, kept: Sequence[Row]) -> int:
+        """Trains and leaves the results in the folder; `kept` are the rows of the steps done before. -> exit code"""
+        if not self.quiet:
+            say(*self.introduction())
+        self.first_step, self.began = self.trainer.step, time.monotonic()
+        self.metrics = Metrics(self.folder / METRICS, kept)
+        try:
+            with StopRequest() as stop:
+                self.trainer.run(stop, self.save, self.metrics, Progress(self.settings.steps, self.quiet))
+            if stop.signal_number:
+                write_curve(self.folder / CURVE, self.metrics.rows, self.title())
+                say("", f"stopped and saved after step {self.trainer.step} of {self.settings.steps}", self.go_on())
+                return 128 + stop.signal_number
+            self.finish()
+            return 0
+        except KeyboardInterrupt:  # a second one, or one after the last step
+            say("", "stopped at once; the last checkpoint is as it was", self.go_on())
+            return 130
+        finally:
+            self.metrics.close()
+
+    def save(self) -> None:
+        trainer = self.trainer
+        text = [str(Path(name).absolute()) for name in self.settings.text]  # a resumed run may start elsewhere
+        checkpoint = Checkpoint(
+            settings=dataclasses.replace(self.settings, text=text),
+            step=trainer.step,
+            characters="".join(self.model.characters),
+            fingerprint=fingerprint(self.text),
+            model=self.model.state_dict(),
+            optimizer=trainer.optimizer.state_dict(),
+        )
+        save(self.folder / CHECKPOINT, checkpoint)
+
+    def title(self) -> str:
+        return f"{self.settings.model}, attention {self.settings.attention}"
+
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def introduction(self) -> list[str]:
+        s = self.settings
+        where = f"{torch.get_num_threads()} CPU threads" if s.device == "cpu" else s.device
+        source = ", ".join(s.text) if s.text else "Python's language reference (pydoc_data/topics.py)"
+        start = f"from step {self.trainer.step} " if self.trainer.step else ""
+        return [
+            f"model    {self.title()}: {self.parameters():,} parameters, {s.layers} layers, "
+            f"d_model {s.d_model}, {s.heads} heads, context {s.context}",
+            f"text     {source}",
+            f"         {self.trainer.data.describe()}",
+            f"run      {start}to step {s.steps}, {s.batch_size} sequences per step, seed {s.seed}, on {where}",
+            f"folder   {self.folder} (Ctrl-C saves there)",
+            "",
+        ]
+
+    def go_on(self) -> str:
+        return f"go on with: {PROGRAM} --resume {shlex.quote(str(self.folder))}"
+
+    def finish(self) -> None:
+        """Curve, sample, export, summary."""
+        s, folder, data = self.settings, self.folder, self.trainer.data
+        files = [(CHECKPOINT, f"to go on: --resume {shlex.quote(str(folder))} --steps N"), (METRICS, "a row per step")]
+        notes: list[str] = []
+        no_curve = write_curve(folder / CURVE, self.metrics.rows, self.title())
+        if no_curve:
+            notes.append(no_curve)
+        else:
+            files.append((CURVE, "training and held-out loss"))
+
+        sample = self.sample()
+        write_atomically(folder / SAMPLE, (sample + "\n").encode())
+        files.append((SAMPLE, "what the model writes"))
+        if not self.quiet:
+            say("", *("  | " + line for line in sample.splitlines()), "")
+
+        checked = "left out (--no-export)"
+        if self.with_export:
+            export(self.model, dataclasses.asdict(s), folder / EXPORT)
+            difference, largest = compare(self.model, folder / EXPORT, next(data.held_out_batches()).first(8))
+            checked = f"loaded again; logits up to {largest:.3g} differ from eager by at most {difference:.2g}"
+            files.append((EXPORT, "TorchScript with its vocabulary: torch.jit.load, or torch::jit::load in C++"))
+        say(*self.summary(checked), *(f"  {name:<14} {meaning}" for name, meaning in files), *notes)
+
+    def sample(self) -> str:
+        self.model.eval()
+        data = self.trainer.data
+        if isinstance(self.model, Seq2Seq) and isinstance(data, LinePairs):
+            return restored_lines(self.model, data)
+        assert isinstance(self.model, Decoder) and isinstance(data, Windows)
+        return continuation(self.model, data, self.settings.seed)
+
+    def summary(self, checked: str) -> list[str]:
+        done = [row for row in self.metrics.rows if row.step > self.first_step]
+        held_out = self.metrics.rows[-1].held_out_bits if self.metrics.rows else None
+        if held_out is None:
+            held_out = evaluate(self.model, self.trainer.data, self.trainer.device)
+        lines = [
+            f"trained    {self.title()}: {len(done)} steps in {duration(time.monotonic() - self.began)}",
+            f"held out   {held_out:.3f} bits per character",
+        ]
+        if done:
+            lines.append(f"speed      {median([row.tokens_per_second for row in done]):,.0f} tokens/s (median step)")
+        return [*lines, f"export     {checked}", f"all in     {self.folder}/"]
