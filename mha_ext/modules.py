@@ -12,8 +12,6 @@ from . import masks
 
 _linear_forward = nn.Linear.forward
 _module_call = nn.Module.__call__
-
-
 _PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
 _PLAIN_TENSORS = (nn.Parameter, Tensor)
 

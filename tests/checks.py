@@ -67,26 +67,31 @@ def largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def error(actual: Tensor, exact: Tensor) -> float:
-    """The largest distance from the exact result where that is finite."""
-    finite = exact.isfinite()
-    return largest(actual.detach().double()[finite] - exact[finite])
+def error(found: Tensor, exact: Tensor) -> float:
+    """The largest distance from the exact result, where both are finite."""
+    both = exact.isfinite() & found.isfinite()
+    return largest(found.detach().double()[both] - exact[both])
 
 
 def assert_as_good_as_plain(
-    actual: Tensor, plain: Tensor, exact: Tensor, magnitude: Tensor | None = None, what: str = "result"
+    actual: Tensor,
+    plain: Tensor,
+    exact: Tensor,
+    magnitude: Tensor | None = None,
+    what: str = "result",
+    dtype: torch.dtype | None = None,
 ) -> None:
     """err(actual) <= 2 err(plain) + eps, where err is the distance from the exact (float64) result.
 
     eps is what rounding alone costs: 4 units in the last place of the largest result, plus (for sums that cancel) 4
-    units of the accumulating dtype of the largest magnitude of what is summed up. NaN and infinity must stand where
-    they stand in the exact result.
+    units of the accumulating dtype of the largest magnitude of what is summed up. `dtype` is that of the computation if
+    it is not the result's own. NaN and infinity must stand where they stand in the exact result.
     """
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
-    found, dtype = actual.detach().double(), actual.dtype
+    found, dtype = actual.detach().double(), dtype or actual.dtype
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
         assert torch.equal(kind(found), kind(exact)), f"{what}: {kind.__name__} in the wrong places"
-    epsilon = 4 * torch.finfo(dtype).eps * largest(exact[exact.isfinite()])
+    epsilon = 4 * max(torch.finfo(dtype).eps, torch.finfo(actual.dtype).eps) * largest(exact[exact.isfinite()])
     if magnitude is not None:
         epsilon += 4 * torch.finfo(ACCUMULATE[dtype]).eps * largest(magnitude[magnitude.isfinite()])
     ours, theirs = error(actual, exact), error(plain, exact)

@@ -8,6 +8,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
