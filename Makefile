@@ -11,7 +11,7 @@ ARGS ?=
 export PYTHON ?=
 
 # The Python that runs tools/environment.py, which finds or makes the one to work with.
-HOST_PYTHON := $(or $(shell command -v "$(or $(PYTHON),python3)" 2>/dev/null),$(shell command -v python3 2>/dev/null))
+HOST_PYTHON := $(or $(shell command -v python3 2>/dev/null),$(shell command -v "$(PYTHON)" 2>/dev/null))
 ENVIRONMENT = "$(HOST_PYTHON)" tools/environment.py --default-torch $(TORCH_PINNED) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
 CXX_FILES = $$(find csrc -name '*.cpp' -o -name '*.h')
 

@@ -35,8 +35,8 @@ def check_tools() -> None:
         importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         fail(
-            f"expected torch >= 2.11 in {sys.prefix}, found none; install it first, and build with "
-            "`pip install --no-build-isolation .`, so that pip builds against that torch and not in a folder of its own"
+            "expected torch >= 2.11 within reach of the build, found none; install it first, then build with "
+            "`pip install --no-build-isolation .`, without which pip hides the installed torch from the build"
         )
     cmake_command()
 
@@ -78,7 +78,7 @@ class CMakeBuild(build_ext):
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if result.returncode:
             cache.unlink(missing_ok=True)  # it may remember what was missing
-            sentence = re.search(r"mha_ext: (.+?)(?=\n\s*\n|\Z)", result.stdout, re.DOTALL)
+            sentence = re.search(r"mha_ext: (.+?)(?=\n\s*\n|\nCall Stack|\Z)", result.stdout, re.DOTALL)
             if sentence:
                 fail(" ".join(sentence[1].split()))
             print(result.stdout, file=sys.stderr)

@@ -22,7 +22,8 @@ if(NOT least)
   message(FATAL_ERROR "mha_ext: expected GCC or Clang as the C++ compiler, got ${CMAKE_CXX_COMPILER_ID} \
 (${CMAKE_CXX_COMPILER})")
 elseif(CMAKE_CXX_COMPILER_VERSION VERSION_LESS least)
-  message(FATAL_ERROR "mha_ext: expected ${CMAKE_CXX_COMPILER_ID} >= ${least} for C++20, got \
+  string(REPLACE GNU GCC name ${CMAKE_CXX_COMPILER_ID})
+  message(FATAL_ERROR "mha_ext: expected ${name} >= ${least} for C++20, got \
 ${CMAKE_CXX_COMPILER_VERSION} (${CMAKE_CXX_COMPILER}); name a newer compiler in the environment variable CXX")
 endif()
 

@@ -15,9 +15,6 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
 
-# Lengths on and around the edges of tiles.
-BOUNDARIES = (1, 7, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513)
-
 
 @dataclass(frozen=True)
 class Case:

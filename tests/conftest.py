@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -11,9 +13,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded() -> Iterator[None]:
     """Every test starts from the same random numbers and leaves the thread count as it was."""
     threads = torch.get_num_threads()
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def set_tile_size() -> Iterator[Callable[[int, int, int, int], None]]:
+    """mha_ext._C.set_tile_size, undone after the test."""
+    from mha_ext import _C
+
+    before = _C.tile_size()
+    yield _C.set_tile_size
+    _C.set_tile_size(*before)

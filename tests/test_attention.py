@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import mha_ext  # noqa: F401  (loads the operators)
+import mha_ext
 from tests import reference
-from tests.cases import BIASES, BOUNDARIES, CAUSAL, DTYPES, LAYOUTS, MASKS, Case, all_pairs, make, row_id
+from tests.cases import BIASES, CAUSAL, DTYPES, LAYOUTS, MASKS, Case, all_pairs, make, row_id
 from tests.checks import assert_as_good_as_plain, composite, plain_attention
 
 attention = torch.ops.mha_ext.attention
@@ -63,6 +63,13 @@ def check_form(inputs, results):
     assert logsumexp.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
+# Lengths on and around the edges of tiles.
+BOUNDARIES = sorted({1, 7, *(edge + step for edge in mha_ext._C.tile_size() for step in (-1, 0, 1))})
+
+# Forward queries and keys, backward queries and keys: many small tiles, odd ones, one that holds all.
+TILE_SIZES = [(16, 16, 16, 16), (32, 48, 48, 32), (112, 16, 16, 112), (512, 512, 512, 512)]
+
+
 @pytest.mark.isa
 @pytest.mark.parametrize("row", COMBINATIONS, ids=row_id)
 def test_values_of_feature_combinations(row):
@@ -80,6 +87,14 @@ def test_values_of_feature_combinations(row):
 def test_values_at_tile_boundaries(length, causal, dtype):
     case = Case("boundary", batch=1, heads=1, q_len=length, kv_len=length, causal=causal, need_weights=length % 2 == 0)
     inputs = make(case, DTYPES[dtype])
+    check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
+
+
+@pytest.mark.parametrize("row", COMBINATIONS[::8], ids=row_id)
+@pytest.mark.parametrize("tile", TILE_SIZES, ids=str)
+def test_values_of_tile_sizes(row, tile, set_tile_size):
+    set_tile_size(*tile)
+    inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=1)
     check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
 
 

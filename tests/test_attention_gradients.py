@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mha_ext  # noqa: F401  (loads the operators)
-from tests.cases import BOUNDARIES, CAUSAL, DTYPES, LAYOUTS, Case, all_pairs, make, row_id
+from tests.cases import CAUSAL, DTYPES, LAYOUTS, Case, all_pairs, make, row_id
 from tests.checks import (
     assert_as_good_as_plain,
     composite,
@@ -17,7 +17,7 @@ from tests.checks import (
     gradients_of,
     plain_gradients,
 )
-from tests.test_attention import FEATURES
+from tests.test_attention import BOUNDARIES, FEATURES, TILE_SIZES
 
 attention = torch.ops.mha_ext.attention
 attention_backward = torch.ops.mha_ext.attention_backward
@@ -69,6 +69,15 @@ def test_gradients_at_tile_boundaries(length, causal, dtype):
     torch.set_num_threads(2)
     case = Case("boundary", batch=1, heads=1, q_len=length, kv_len=length, causal=causal)
     inputs = make(case, DTYPES[dtype])
+    check(inputs, differentiate(inputs))
+
+
+@pytest.mark.parametrize("row", COMBINATIONS[::8], ids=row_id)
+@pytest.mark.parametrize("tile", TILE_SIZES, ids=str)
+def test_gradients_of_tile_sizes(row, tile, set_tile_size):
+    set_tile_size(*tile)
+    torch.set_num_threads(row["threads"])
+    inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=2)
     check(inputs, differentiate(inputs))
 
 

@@ -72,6 +72,11 @@ def tiny_model(model: str, attention: str, characters: str = "abcdefgh .") -> Ch
     return checkpoints.build_model(settings, characters).eval()
 
 
+def environment() -> dict[str, str]:
+    """For a process that must find the package under test from any folder."""
+    return {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2])}
+
+
 def stop_after(step: int, signal_number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends this process a signal while the given step is being made."""
     original = Trainer.train_step
@@ -245,7 +250,9 @@ def test_checkpoints_fit_every_attention(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ctrl_c_in_a_terminal() -> None:
     options = ["--text", "text.txt", "--out", "out", "--steps", "100000", *SIZES]
-    process = subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
     try:
         while process.poll() is None and not (Path("out/metrics.csv").exists() and len(metrics_lines("out")) > 2):
             time.sleep(0.05)
@@ -409,7 +416,8 @@ def test_checkpoint_with_weights_of_another_size(capsys: pytest.CaptureFixture[s
 
 
 def test_command_line_errors_have_no_traceback() -> None:
-    done = subprocess.run([*COMMAND, "--text", "missing.txt"], capture_output=True, text=True)
+    command = [*COMMAND, "--text", "missing.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "python -m mha_ext train: cannot read missing.txt: No such file or directory\n"
 

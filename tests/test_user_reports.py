@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -114,9 +115,11 @@ def test_160064_one_head_masked_off_everywhere(front, need_weights, grad):
 
 
 @fronts
-@pytest.mark.parametrize("length", [600, 1100])
+@pytest.mark.parametrize("block", [16, 64, 256, 1024])
 @pytest.mark.parametrize("band", [1, 10, 300])
-def test_127055_first_key_blocks_hidden_later_ones_live(front, length, band):
+def test_127055_first_key_blocks_hidden_later_ones_live(front, block, band, set_tile_size):
+    set_tile_size(block, block, block, block)
+    length = 600
     i, j = torch.arange(length)[:, None], torch.arange(length)
     keep = (i - band < j) & (j <= i)
     q, v = zeros(length).requires_grad_(), column(*range(length)).requires_grad_()
@@ -587,7 +590,7 @@ def test_156681_compile_with_dynamic_batch_and_length(training):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     module = mha_ext.MultiHeadAttention(8, 2).train(training)
-    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    compiled, graphs = torch.compile(module, backend=counter, fullgraph=True, dynamic=True), 0
     for batch, length in ((2, 5), (3, 70), (4, 9)):
         x = torch.randn(batch, length, 8, requires_grad=training)
         found, expected = compiled(x, x, x), module(x, x, x)
@@ -596,7 +599,8 @@ def test_156681_compile_with_dynamic_batch_and_length(training):
         if training:
             a, b = (torch.autograd.grad(y[0].sum(), [x, *module.parameters()]) for y in (found, expected))
             assert all(torch.equal(c, d) for c, d in zip(a, b, strict=True))
-    assert counter.frame_count == 1
+        graphs = graphs or counter.frame_count
+    assert counter.frame_count == graphs  # nothing is compiled anew for another size
 
 
 @fronts

@@ -118,10 +118,11 @@ def pip(python, *arguments):
 
 
 def make_venv(folder):
-    """The Python of a virtual environment, which is made if it is missing or broken."""
+    """The Python of a virtual environment, which is made if it is missing, broken, or not of the version named."""
     python = str(folder / "bin" / "python")
     if "pip" in probe(python)["packages"]:
-        return python
+        if not os.environ.get("PYTHON") or version_of(base_python()) == version_of(python):
+            return python
     base = base_python()
     if run(
         base, "-c", "import importlib.util as u; raise SystemExit(not all(map(u.find_spec, ['venv', 'ensurepip'])))"

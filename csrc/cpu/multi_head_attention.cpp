@@ -7,6 +7,7 @@
 #include "linear.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
 #include <torch/library.h>
 
 namespace mha_ext::cpu {
@@ -24,6 +25,17 @@ void check_lengths(const char* op, const AttentionOptions& options, const Tensor
   if (options.key_lengths.has_value() && options.key_lengths->defined()) {
     check_key_length_values(op, *options.key_lengths, key.size(1));
   }
+}
+
+bool hides_anything(const AttentionOptions& o) {
+  const auto given = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); };
+  return o.is_causal || given(o.mask) || given(o.bias) || given(o.key_lengths);
+}
+
+// x for dw = dy^T x. A hidden row has dy = 0, but 0 * NaN would reach dw: where x is not finite such rows are cleared.
+Tensor without_hidden_rows(const Tensor& dy, const Tensor& x, const AttentionOptions& options) {
+  if (!hides_anything(options) || x.sum().isfinite().item<bool>()) return x;
+  return x.masked_fill(dy.eq(0).all(-1, /*keepdim=*/true), 0);
 }
 
 std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -95,7 +107,9 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   const struct { const Tensor &dy, &x, &w; LayerGrad input, weight, bias; } sides[] = {
       {dq, query, p.w_q, kQuery, kWq, kBq}, {dk, key, p.w_k, kKey, kWk, kBk}, {dv, value, p.w_v, kValue, kWv, kBv}};
   for (const auto& side : sides) {
-    if (wanted[side.weight]) grads[side.weight] = linear_grad_weight(side.dy, side.x);
+    if (wanted[side.weight]) {
+      grads[side.weight] = linear_grad_weight(side.dy, without_hidden_rows(side.dy, side.x, options));
+    }
     if (wanted[side.bias]) grads[side.bias] = linear_grad_bias(side.dy);
     if (self_attention && side.input != kQuery) {
       if (wanted[kQuery]) add_linear_grad_input(side.dy, side.w, grads[kQuery]);

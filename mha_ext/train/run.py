@@ -22,11 +22,14 @@ from .settings import Settings
 from .signals import StopRequest
 
 METRICS, CURVE, SAMPLE, EXPORT = "metrics.csv", "curve.png", "sample.txt", "model.pt"
+EXPORTED_SETTINGS = ("model", "attention", "context", "d_model", "heads", "layers", "dropout")
 PROGRAM = "python -m mha_ext train"
 
 
 @dataclasses.dataclass
 class Run:
+    """What one call of the command does."""
+
     settings: Settings
     folder: Path
     model: CharacterModel
@@ -112,7 +115,7 @@ class Run:
 
         checked = "left out (--no-export)"
         if self.with_export:
-            export(self.model, dataclasses.asdict(s), folder / EXPORT)
+            export(self.model, {name: getattr(s, name) for name in EXPORTED_SETTINGS}, folder / EXPORT)
             difference, largest = compare(self.model, folder / EXPORT, next(data.held_out_batches()).first(8))
             checked = f"loaded again; logits up to {largest:.3g} differ from eager by at most {difference:.2g}"
             files.append((EXPORT, "TorchScript with its vocabulary: torch.jit.load, or torch::jit::load in C++"))

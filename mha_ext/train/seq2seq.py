@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from .attention import make_attention
 from .data import HELD_OUT_BATCH, HELD_OUT_LIMIT, Batch, encode, step_seed, vocabulary
 from .errors import TrainError
-from .model import BEGIN, END, UNKNOWN, CharacterModel, Embedding, FeedForward, SelfAttentionBlock, choose, initialise
+from .model import (
+    BEGIN,
+    END,
+    UNKNOWN,
+    CharacterModel,
+    Embedding,
+    FeedForward,
+    SelfAttentionBlock,
+    choose,
+    scale_residuals,
+)
 
 
 class CrossAttentionBlock(nn.Module):
@@ -59,7 +69,7 @@ class Seq2Seq(CharacterModel):
         self.decoder = nn.ModuleList([CrossAttentionBlock(attention, d_model, heads, dropout) for _ in range(layers)])
         self.decoder_norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, self.vocabulary_size)
-        initialise(self, layers)
+        scale_residuals(self, 3 * layers)
 
     @torch.jit.export
     def read(self, source: Tensor, source_lengths: Tensor) -> Tensor:

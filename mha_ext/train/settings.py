@@ -27,7 +27,7 @@ class Settings:
     dropout: float = 0.0
     steps: int = 600
     batch_size: int = 16
-    lr: float = 3e-3
+    lr: float = 6e-3
     seed: int = 0
     eval_every: int = 100
     checkpoint_every: int = 100

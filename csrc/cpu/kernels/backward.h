@@ -83,6 +83,15 @@ struct BackwardScratch {
   }
 };
 
+// a . b over n elements, n a multiple of kLanes
+template <typename T>
+T dot(const T* a, const T* b, int64_t n) {
+  Vec<T> sum{};
+  for (int64_t i = 0; i < n; i += kWidth<T>) sum += load(a + i) * load(b + i);
+  return horizontal_sum<T>(sum);
+}
+
+// a . b of one row of two (B, H, Lq, Lk) operands. A zero of b hides a: it may be a NaN behind a mask.
 template <typename T>
 T dot_row(const View& a, const View& b, int64_t batch, int64_t head, int64_t i, int64_t n, int64_t step, T* scratch_a,
           T* scratch_b) {
@@ -130,8 +139,8 @@ void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t bat
       s.logsumexp[i] = lse;
       // delta <- dO . O + dW . W - dLSE
       load_row(p.output, batch, head, query + r, 0, p.value_dim, T(1), s.row);
-      T delta = T(0);
-      for (int64_t d = 0; d < p.value_dim; ++d) delta += grad_output[r * s.value_depth + d] * s.row[d];
+      fill(s.row + p.value_dim, s.value_depth - p.value_dim, T(0));
+      T delta = dot(grad_output + r * s.value_depth, s.row, s.value_depth);
       if (p.grad_weights) {
         delta += dot_row(p.grad_weights, p.weights, batch, head, query + r, p.kv_len, step, s.row, s.factors);
       }
