@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +19,11 @@ ACCUMULATE = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
+
+
+def isa_every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of which one in `step` is tested with every instruction set as well (test_isa.py)."""
+    return [pytest.param(x, marks=pytest.mark.isa) if i % step == 0 else x for i, x in enumerate(values)]
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:

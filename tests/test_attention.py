@@ -11,7 +11,7 @@ import torch
 import mha_ext
 from tests import reference
 from tests.cases import BIASES, CAUSAL, DTYPES, LAYOUTS, MASKS, Case, all_pairs, make, row_id
-from tests.checks import assert_as_good_as_plain, composite, plain_attention
+from tests.checks import assert_as_good_as_plain, composite, isa_every, plain_attention
 
 attention = torch.ops.mha_ext.attention
 
@@ -70,8 +70,7 @@ BOUNDARIES = sorted({1, 7, *(edge + step for edge in mha_ext._C.tile_size() for 
 TILE_SIZES = [(16, 16, 16, 16), (32, 48, 48, 32), (112, 16, 16, 112), (512, 512, 512, 512)]
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("row", COMBINATIONS, ids=row_id)
+@pytest.mark.parametrize("row", isa_every(5, COMBINATIONS), ids=row_id)
 def test_values_of_feature_combinations(row):
     torch.set_num_threads(row["threads"])
     inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=1)
@@ -80,10 +79,9 @@ def test_values_of_feature_combinations(row):
     check(inputs, results)
 
 
-@pytest.mark.isa
 @pytest.mark.parametrize("length", BOUNDARIES)
 @pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", isa_every(4, DTYPES))
 def test_values_at_tile_boundaries(length, causal, dtype):
     case = Case("boundary", batch=1, heads=1, q_len=length, kv_len=length, causal=causal, need_weights=length % 2 == 0)
     inputs = make(case, DTYPES[dtype])
@@ -308,8 +306,7 @@ def dropped(dropout_p: float, seed: int, batch=2, heads=3, q_len=70, kv_len=130,
     return attention(q, k, v, **options)[1]
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("dropout_p", [1e-9, 0.1, 0.5, 0.9, 1 - 1e-12])
+@pytest.mark.parametrize("dropout_p", isa_every(3, [1e-9, 0.1, 0.5, 0.9, 1 - 1e-12]))
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63), 2**32])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_dropout_bits(dropout_p, seed, threads):

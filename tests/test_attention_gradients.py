@@ -15,6 +15,7 @@ from tests.checks import (
     composite,
     exact_gradients,
     gradients_of,
+    isa_every,
     plain_gradients,
 )
 from tests.test_attention import BOUNDARIES, FEATURES, TILE_SIZES
@@ -53,18 +54,16 @@ def differentiate(inputs):
     return gradients_of(results, inputs, inputs.leaves())
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("row", COMBINATIONS, ids=row_id)
+@pytest.mark.parametrize("row", isa_every(5, COMBINATIONS), ids=row_id)
 def test_gradients_of_feature_combinations(row):
     torch.set_num_threads(row["threads"])
     inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=2)
     check(inputs, differentiate(inputs))
 
 
-@pytest.mark.isa
 @pytest.mark.parametrize("length", BOUNDARIES)
 @pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", isa_every(2, ["float32", "bfloat16"]))
 def test_gradients_at_tile_boundaries(length, causal, dtype):
     torch.set_num_threads(2)
     case = Case("boundary", batch=1, heads=1, q_len=length, kv_len=length, causal=causal)

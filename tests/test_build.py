@@ -90,7 +90,7 @@ def test_missing_library_is_one_sentence(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "mha_ext", ignore=skip)
     result = subprocess.run([sys.executable, "-c", "import mha_ext"], cwd=tmp_path, capture_output=True, text=True)
     last = result.stderr.strip().splitlines()[-1]
-    assert re.fullmatch(r"ImportError: mha_ext: expected the compiled library .*libmha_ext.so, found none; build .*", last)
+    assert re.fullmatch(r"ImportError: mha_ext: expected the compiled library .*libmha_ext.so, found none; .*", last)
 
 
 @needs_sources
@@ -162,7 +162,8 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in lin
 def test_aten_cpu_capability_is_honoured() -> None:
     levels = ["default", "avx2", "avx512"]
     best = torch.backends.cpu.get_cpu_capability().lower()
-    for level in levels[: levels.index(best) + 1] if best in levels else levels[:1]:  # PyTorch itself would crash beyond
+    most = levels.index(best) if best in levels else 0  # beyond it PyTorch itself would crash
+    for level in levels[: most + 1]:
         text = run(sys.executable, "-m", "mha_ext", "info", "--json", cwd=ROOT, ATEN_CPU_CAPABILITY=level)
         assert json.loads(text)["cpu_capability"] == level
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import mha_ext
 from tests import documents, reference
 from tests.cases import CAUSAL, DTYPES, all_pairs, make_bias, make_mask, row_id
-from tests.checks import assert_as_good_as_plain, composite, plain_multi_head_attention
+from tests.checks import assert_as_good_as_plain, composite, isa_every, plain_multi_head_attention
 
 multi_head_attention = torch.ops.mha_ext.multi_head_attention
 multi_head_attention_backward = torch.ops.mha_ext.multi_head_attention_backward
@@ -155,8 +155,7 @@ def check(layer: Layer, results, found: dict[str, Tensor]) -> None:
         assert_as_good_as_plain(gradient, plain_gradients[name], expected[name], sizes[name], f"gradient of {name}")
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("row", FEATURES, ids=row_id)
+@pytest.mark.parametrize("row", isa_every(5, FEATURES), ids=row_id)
 def test_values_and_gradients_of_feature_combinations(row):
     torch.set_num_threads(row["threads"])
     layer = make(row)

@@ -1,5 +1,5 @@
-// `_C`: what Python asks the library about itself, and the settings for tests and tuning. No operators: those are reached
-// through torch.ops.mha_ext. Types for Python: mha_ext/_C.pyi.
+// `_C`: what Python asks the library about itself, and the settings for tests and tuning. No operators: those are
+// reached through torch.ops.mha_ext. Types for Python: mha_ext/_C.pyi.
 #include "cpu/brgemm.h"
 #include "cpu/dispatch.h"
 #include "cpu/linear.h"

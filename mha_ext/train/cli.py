@@ -177,8 +177,9 @@ def merge(options: dict[str, Any], checkpoint: Checkpoint | None, path: Path | N
 
 
 def make_data(settings: Settings, text: str) -> Windows | LinePairs:
-    kind = {"decoder": Windows, "seq2seq": LinePairs}[settings.model]
-    return kind(text, settings.context, settings.batch_size, settings.seed)
+    if settings.model == "seq2seq":
+        return LinePairs(text, settings.context, settings.batch_size, settings.seed)
+    return Windows(text, settings.context, settings.batch_size, settings.seed)
 
 
 def choose_folder(out: str | None, settings: Settings, resumed_from: Path | None) -> Path:

@@ -147,8 +147,8 @@ def write_curve(path: Path, rows: Sequence[Row], title: str) -> str | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot([row.step for row in rows], [row.bits for row in rows], alpha=0.6, linewidth=1, label="training")
-    held_out = [row for row in rows if row.held_out_bits is not None]
-    axes.plot([row.step for row in held_out], [row.held_out_bits for row in held_out], "o-", label="held out")
+    held_out = {row.step: row.held_out_bits for row in rows if row.held_out_bits is not None}
+    axes.plot(list(held_out), list(held_out.values()), "o-", label="held out")
     axes.set(title=title, xlabel="step", ylabel="bits per character")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -76,7 +76,7 @@ FIXED = ("model", "context", "d_model", "heads", "layers", "batch_size", "seed")
 # Sizes with which the sequence-to-sequence task fills the same few minutes.
 MODEL_DEFAULTS: dict[str, dict[str, object]] = {
     "decoder": {},
-    "seq2seq": {"context": 80, "layers": 2, "batch_size": 32},
+    "seq2seq": {"context": 48, "layers": 2, "batch_size": 32, "steps": 1000},
 }
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))

@@ -188,10 +188,11 @@ void store_key_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batc
   }
 }
 
-// added_t <- bias, -inf where hidden, for one partial tile; padding is 0
+// added_t <- bias, -inf where hidden, for one partial tile. Padding queries see nothing, or a NaN key would reach their P.
 template <typename T>
 void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
-  fill(s.added, s.query_block * s.key_block, T(0));
+  fill(s.added, t.queries * s.key_block, T(0));
+  fill(s.added + t.queries * s.key_block, (s.query_block - t.queries) * s.key_block, -kInfinity<T>);
   for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
   transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
 }
