@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NoReturn
 
 import setuptools
 from setuptools.command.build_ext import build_ext
@@ -25,7 +26,7 @@ CMAKE_LEAST = (3, 22)
 BUILDING = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
 
 
-def fail(sentence: str) -> None:
+def fail(sentence: str) -> NoReturn:
     raise SystemExit(f"mha_ext: {sentence}")
 
 
@@ -72,7 +73,7 @@ class CMakeBuild(build_ext):
         cache = binary_dir / "CMakeCache.txt"
         if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT.as_posix()}\n" not in cache.read_text():
             shutil.rmtree(binary_dir)  # the tree was moved or copied since
-        command = [cmake, "-S", ROOT, "-B", binary_dir, f"-DPython_EXECUTABLE={sys.executable}"]
+        command = [cmake, "-S", str(ROOT), "-B", str(binary_dir), f"-DPython_EXECUTABLE={sys.executable}"]
         command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else ["-G", "Unix Makefiles"]
         command += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -107,6 +108,8 @@ if BUILDING & set(sys.argv[1:]):
     check_tools()
 # The extension has no sources of its own: it makes setuptools build a wheel for this platform and run CMakeBuild.
 setuptools.setup(
+    packages=[*setuptools.find_packages(include=["mha_ext*"]), "mha_ext._benchmarks"],
+    package_dir={"mha_ext._benchmarks": "benchmarks"},  # for `python -m mha_ext bench`
     ext_modules=[setuptools.Extension("mha_ext._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.cases import Inputs
-
-# The dtype in which an implementation is to accumulate.
-ACCUMULATE = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
+from tests.reference import ACCUMULATE
 
 
 def isa_every(step: int, values: Iterable[Any]) -> list[Any]:
@@ -128,7 +121,7 @@ def gradients_of(
 
 
 def exact_gradients(inputs: Inputs, magnitude: bool = False) -> dict[str, Tensor]:
-    """The oracle's gradients by name."""
+    """The oracle's gradients by name, or the size of what is summed up for them."""
     found = reference.attention_backward(
         inputs.grad_output,
         inputs.grad_weights,
@@ -136,7 +129,7 @@ def exact_gradients(inputs: Inputs, magnitude: bool = False) -> dict[str, Tensor
         inputs.query,
         inputs.key,
         inputs.value,
-        magnitude=magnitude,
+        magnitude=inputs.query.dtype if magnitude else None,
         **inputs.options,
     )
     return {name: getattr(found, name) for name in inputs.leaves()}

@@ -101,6 +101,20 @@ def visible(
     return seen
 
 
+# The dtype in which an implementation is to accumulate.
+ACCUMULATE = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+def storing_error(dtype: torch.dtype) -> float:
+    """What rounding a number to dtype costs, in units of 4 eps of the dtype that accumulates."""
+    return torch.finfo(dtype).eps / 2 / (4 * torch.finfo(ACCUMULATE[dtype]).eps)
+
+
 @dataclass
 class Attended:
     """What attention returns: output (B, H, Lq, Dv), weights (B, H, Lq, Lk), logsumexp (B, H, Lq)."""
@@ -195,13 +209,13 @@ def attention_backward(
     key: Tensor,
     value: Tensor,
     *,
-    magnitude: bool = False,
+    magnitude: torch.dtype | None = None,
     **options,
 ) -> Gradients:
     """Gradients of attention in float64.
 
     With `magnitude`, every term of every sum enters by its absolute value: the size of what may cancel, to which the
-    rounding errors of any implementation are proportional.
+    rounding errors are proportional of any implementation that stores its output in that dtype.
     """
     p = Problem(query, key, value, **options)
     signless = np.abs if magnitude else np.asarray
@@ -221,8 +235,11 @@ def attention_backward(
         # used = probabilities * multiplier
         d_probabilities = d_used * multiplier
         # probabilities = softmax(scores): d_scores_j = p_j (d_p_j - sum_k p_k d_p_k); d logsumexp / d scores_j = p_j
-        mean = probabilities @ d_probabilities
-        d_row = probabilities * (d_probabilities + (mean if magnitude else -mean) + d_logsumexp[b, h, i])
+        mean = -probabilities @ d_probabilities
+        if magnitude:  # the same sum is taken from the stored output, as d_output . output
+            output = (probabilities * multiplier) @ p.value[b, g, keys]
+            mean = -mean + storing_error(magnitude) * (d_output[b, h, i] @ np.abs(output))
+        d_row = probabilities * (d_probabilities + mean + d_logsumexp[b, h, i])
         d_scores[b, h, i, keys] = d_row
         # scores_j = scale q . k_j + bias_j
         d_query[b, h, i] = p.scale * (d_row @ k[b, g, keys])
@@ -310,7 +327,7 @@ def multi_head_attention_backward(
     b_o: Tensor | None,
     num_heads: int,
     *,
-    magnitude: bool = False,
+    magnitude: torch.dtype | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """Gradients of a layer by name (LAYER_GRADIENTS) in float64; each input has its own, even if all are one."""

@@ -71,6 +71,7 @@ def test_console_script(fresh: Path) -> None:
     found = json.loads(run(fresh.with_name("mha-ext"), "info", "--json", cwd=fresh.parent))
     assert found["cpu_capability"] == mha_ext.info()["cpu_capability"]
     assert found["torch"] == torch.__version__
+    assert run(fresh.with_name("mha-ext"), "bench", "--list", cwd=fresh.parent)
 
 
 @needs_sources

@@ -212,7 +212,7 @@ at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::opt
   at::Tensor grad_bias, accumulator;
   if (need_bias_grad) {
     const at::Tensor& bias = *options.bias;
-    const bool per_key = p.kv_len == 1 || (bias.dim() > 0 && bias.size(-1) > 1);
+    const bool per_key = p.kv_len <= 1 || (bias.dim() > 0 && bias.size(-1) != 1);
     if (per_key) {
       grad_bias = at::zeros(bias.sizes(), bias.options().dtype(accumulate_dtype(saved.query.scalar_type())));
       accumulator = grad_bias.expand({p.batch, p.heads, p.q_len, p.kv_len});
