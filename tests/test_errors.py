@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import mha_ext  # noqa: F401  (loads the operators)
+import mha_ext
 from tests.checks import composite
 
 ops = torch.ops.mha_ext
@@ -227,6 +227,17 @@ def test_heads_that_do_not_divide(heads, kv_heads):
 def test_a_wrong_number_of_heads(op, num_heads):
     with pytest.raises(ValueError, match=rf"{op}: expected "):
         getattr(ops, op)(**{**ARGUMENTS[op](), "num_heads": num_heads})
+
+
+@pytest.mark.parametrize("size", [0, -16, 8, 17, 2**62 + 1])
+@pytest.mark.parametrize("which", range(4))
+def test_a_wrong_tile_size(size, which):
+    before = mha_ext._C.tile_size()
+    sizes = list(before)
+    sizes[which] = size
+    with pytest.raises(ValueError, match="expected"):
+        mha_ext._C.set_tile_size(*sizes)
+    assert mha_ext._C.tile_size() == before
 
 
 def test_head_size_zero():

@@ -338,10 +338,10 @@ def test_agrees_with_the_documents_pytorch_class(shape, mask):
         magnitude=torch.float32,
     )
     sizes["key and value"] = sizes["key"] + sizes["value"]
+    for letter in "qkvo":
+        sizes[f"W_{letter}.weight"], sizes[f"W_{letter}.bias"] = sizes[f"w_{letter}"], sizes[f"b_{letter}"]
     for name, result in run(ours).items():
-        kind = name.replace(".weight", "").replace("W_", "w_")
-        size = sizes.get(kind.replace("w_", "b_").removesuffix(".bias") if kind.endswith(".bias") else kind)
-        assert_as_good_as_plain(result, document_results[name], truth[name].detach(), size, name)
+        assert_as_good_as_plain(result, document_results[name], truth[name].detach(), sizes.get(name), name)
 
 
 @pytest.mark.parametrize("masked", [False, True])
