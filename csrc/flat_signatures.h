@@ -59,13 +59,13 @@ struct FlatAttentionBackward {
 
 template <auto implementation>
 struct FlatLayer {
-  static TwoTensors call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const at::Tensor& w_q, const at::Tensor& w_k, const at::Tensor& w_v, const at::Tensor& w_o,
-                         const OptionalTensor& b_q, const OptionalTensor& b_k, const OptionalTensor& b_v,
-                         const OptionalTensor& b_o, int64_t num_heads, const OptionalTensor& mask,
-                         const OptionalTensor& bias, bool is_causal, double dropout_p, std::optional<double> scale,
-                         bool need_weights, const OptionalTensor& key_lengths, bool causal_bottom_right,
-                         bool uniform_dead_rows, const OptionalTensor& seed) {
+  static TwoTensors call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w_q,
+                         const at::Tensor& w_k, const at::Tensor& w_v, const at::Tensor& w_o, const OptionalTensor& b_q,
+                         const OptionalTensor& b_k, const OptionalTensor& b_v, const OptionalTensor& b_o,
+                         int64_t num_heads, const OptionalTensor& mask, const OptionalTensor& bias, bool is_causal,
+                         double dropout_p, std::optional<double> scale, bool need_weights,
+                         const OptionalTensor& key_lengths, bool causal_bottom_right, bool uniform_dead_rows,
+                         const OptionalTensor& seed) {
     return implementation(query, key, value, {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o}, num_heads,
                           {mask, bias, is_causal, dropout_p, scale, need_weights, key_lengths, causal_bottom_right,
                            uniform_dead_rows, seed});

@@ -52,10 +52,9 @@ std::tuple<at::Tensor, LayerSaved> multi_head_attention_forward(const at::Tensor
       find_operator<FlatLayerForward<&multi_head_attention_forward>>("mha_ext::multi_head_attention_forward");
   const auto& p = projections;
   const auto& o = options;
-  auto [output, weights, q, k, v, context, logsumexp] =
-      op.call(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o, num_heads, o.mask, o.bias,
-              o.is_causal, o.dropout_p, o.scale, o.need_weights, o.key_lengths, o.causal_bottom_right,
-              o.uniform_dead_rows, o.seed);
+  auto [output, weights, q, k, v, context, logsumexp] = op.call(
+      query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o, num_heads, o.mask, o.bias, o.is_causal,
+      o.dropout_p, o.scale, o.need_weights, o.key_lengths, o.causal_bottom_right, o.uniform_dead_rows, o.seed);
   return {output, LayerSaved{q, k, v, context, weights, logsumexp}};
 }
 
@@ -68,10 +67,10 @@ LayerGrads multi_head_attention_backward(const at::Tensor& grad_output, const st
       find_operator<FlatLayerBackward<&multi_head_attention_backward>>("mha_ext::multi_head_attention_backward");
   const auto& p = projections;
   const auto& o = options;
-  return to_array(op.call(grad_output, grad_weights, query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k,
-                          p.b_v, p.b_o, saved.q, saved.k, saved.v, saved.context, saved.weights, saved.logsumexp,
-                          num_heads, o.mask, o.bias, o.is_causal, o.dropout_p, o.scale, o.key_lengths,
-                          o.causal_bottom_right, o.uniform_dead_rows, o.seed, self_attention, output_mask));
+  return to_array(op.call(grad_output, grad_weights, query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v,
+                          p.b_o, saved.q, saved.k, saved.v, saved.context, saved.weights, saved.logsumexp, num_heads,
+                          o.mask, o.bias, o.is_causal, o.dropout_p, o.scale, o.key_lengths, o.causal_bottom_right,
+                          o.uniform_dead_rows, o.seed, self_attention, output_mask));
 }
 
 }  // namespace mha_ext

@@ -12,12 +12,12 @@ namespace mha_ext {
 
 // Everything that modifies softmax(scale * Q K^T + bias) V. The defaults are plain attention.
 struct AttentionOptions {
-  std::optional<at::Tensor> mask = std::nullopt;         // bool, broadcasts to (B, H, Lq, Lk); true = may attend
-  std::optional<at::Tensor> bias = std::nullopt;         // floating, broadcasts to (B, H, Lq, Lk); added to the scaled scores
-  bool is_causal = false;                                // query i sees keys j <= i (top-left corner)
-  double dropout_p = 0.0;                                // probability of dropping a weight
-  std::optional<double> scale = std::nullopt;            // default 1 / sqrt(D)
-  bool need_weights = false;                             // return the weights that multiplied V (after dropout)
+  std::optional<at::Tensor> mask = std::nullopt;  // bool, broadcasts to (B, H, Lq, Lk); true = may attend
+  std::optional<at::Tensor> bias = std::nullopt;  // floating, broadcasts to (B, H, Lq, Lk); added to the scaled scores
+  bool is_causal = false;                         // query i sees keys j <= i (top-left corner)
+  double dropout_p = 0.0;                         // probability of dropping a weight
+  std::optional<double> scale = std::nullopt;     // default 1 / sqrt(D)
+  bool need_weights = false;                      // return the weights that multiplied V (after dropout)
   std::optional<at::Tensor> key_lengths = std::nullopt;  // int32 or int64 (B,): keys j >= key_lengths[b] are hidden
   bool causal_bottom_right = false;                      // with is_causal: query i sees keys j <= i + Lk - Lq
   bool uniform_dead_rows = false;                        // a row that sees no key: uniform weights instead of zeros

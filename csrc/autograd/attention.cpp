@@ -34,11 +34,13 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto [tensors, options] = SavedOptions::load(ctx);
     const AttentionSaved saved = {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]};
-    const Tensor grad_output = grads[0].defined() ? grads[0] : at::zeros({}, saved.output.options()).expand_as(saved.output);
+    const Tensor grad_output =
+        grads[0].defined() ? grads[0] : at::zeros({}, saved.output.options()).expand_as(saved.output);
     const auto given = [](const Tensor& grad) { return grad.defined() ? OptionalTensor(grad) : std::nullopt; };
     const bool need_bias_grad = ctx->saved_data["need_bias_grad"].toBool();
-    auto [grad_query, grad_key, grad_value, grad_bias] = mha_ext::attention_backward(
-        grad_output, options.need_weights ? given(grads[1]) : std::nullopt, given(grads[2]), saved, options, need_bias_grad);
+    auto [grad_query, grad_key, grad_value, grad_bias] =
+        mha_ext::attention_backward(grad_output, options.need_weights ? given(grads[1]) : std::nullopt, given(grads[2]),
+                                    saved, options, need_bias_grad);
     return {grad_query, grad_key, grad_value, need_bias_grad ? grad_bias : Tensor(), Tensor()};
   }
 };
@@ -60,7 +62,8 @@ FourTensors attention_backward(const Tensor& grad_output, const OptionalTensor& 
                                const OptionalTensor& grad_logsumexp, const AttentionSaved& saved,
                                const AttentionOptions& options, bool need_bias_grad) {
   if (inside_functorch() ||
-      any_requires_grad({grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, options.bias}) ||
+      any_requires_grad(
+          {grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, options.bias}) ||
       any_tangent({grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, options.bias})) {
     return composite::attention_backward(grad_output, grad_weights, grad_logsumexp, saved, options, need_bias_grad);
   }

@@ -1,6 +1,6 @@
 // One autograd node for a whole layer; see attention.cpp.
-#include "../composite/attention.h"
 #include "../composite/multi_head_attention.h"
+#include "../composite/attention.h"
 #include "../flat_signatures.h"
 #include "saved_options.h"
 #include "transforms.h"
@@ -35,8 +35,7 @@ struct LayerFunction : torch::autograd::Function<LayerFunction> {
     at::AutoDispatchBelowADInplaceOrView guard;
     options.bias = bias;
     const Projections projections = {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o};
-    auto [output, saved] =
-        mha_ext::multi_head_attention_forward(query, key, value, projections, num_heads, options);
+    auto [output, saved] = mha_ext::multi_head_attention_forward(query, key, value, projections, num_heads, options);
     const SavedOptions kept(ctx, options);
     kept.save({query, key, value, w_q, w_k, w_v, w_o, b_q.value_or(Tensor()), b_k.value_or(Tensor()),
                b_v.value_or(Tensor()), b_o.value_or(Tensor()), saved.q, saved.k, saved.v, saved.context, saved.weights,
@@ -75,8 +74,7 @@ struct LayerFunction : torch::autograd::Function<LayerFunction> {
 
   // Only the weights were used: the output's gradient is zero, and takes no memory.
   static Tensor zero_grad_output(const Tensor& query, const Tensor& w_o) {
-    return at::zeros({}, query.options())
-        .expand_symint({query.sym_size(0), query.sym_size(1), w_o.sym_size(0)});
+    return at::zeros({}, query.options()).expand_symint({query.sym_size(0), query.sym_size(1), w_o.sym_size(0)});
   }
 };
 

@@ -159,9 +159,8 @@ void run_backward(const BackwardParams& p, at::ScalarType dtype) {
     order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped};
   }
   const int64_t bytes = kernels.backward_scratch_bytes(p, order, split.task_key_blocks);
-  run_workers(threads, queue, bytes, [&](std::byte* scratch) {
-    kernels.backward_worker(p, queue, order, split.task_key_blocks, scratch);
-  });
+  run_workers(threads, queue, bytes,
+              [&](std::byte* scratch) { kernels.backward_worker(p, queue, order, split.task_key_blocks, scratch); });
 }
 
 // A bias that is the same for all keys: the sum of dS over a row is dLSE there, since softmax does not see such a bias.

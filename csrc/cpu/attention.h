@@ -5,8 +5,8 @@
 
 namespace mha_ext::cpu {
 
-// Writes output (B, H, Lq, Dv), weights (B, H, Lq, Lk; skipped unless options.need_weights) and logsumexp (B, H, Lq). The
-// options hold a seed if there is dropout.
+// Writes output (B, H, Lq, Dv), weights (B, H, Lq, Lk; skipped unless options.need_weights) and logsumexp (B, H, Lq).
+// The options hold a seed if there is dropout.
 void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const AttentionOptions& options, const at::Tensor& output, const at::Tensor& weights,
                     const at::Tensor& logsumexp);

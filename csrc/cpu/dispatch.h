@@ -13,8 +13,8 @@ const KernelTable& kernel_table();
 // Its functions for the accumulation type of a dtype: fp64 for double, else fp32.
 const Kernels& kernels_for(at::ScalarType dtype);
 
-// Rows and columns of the score tiles, positive multiples of 16. Setting them is for tests and tuning, and not safe while
-// another thread runs an operator.
+// Rows and columns of the score tiles, positive multiples of 16. Setting them is for tests and tuning, and not safe
+// while another thread runs an operator.
 TileSize tile_size();
 void set_tile_size(const TileSize& tile);
 

@@ -73,8 +73,10 @@ bool choose_onednn(Product product) {
   static const std::array<bool, kProducts> choice = [] {
     const char* wish = std::getenv("MHA_EXT_LINEAR");
     if (wish && std::string_view(wish) == "blas") return std::array<bool, kProducts>{};
-    if (wish && std::string_view(wish) == "onednn" && onednn_linear()) return std::array<bool, kProducts>{true, true, true};
-    return std::array<bool, kProducts>{measure_onednn(kForward), measure_onednn(kGradInput), measure_onednn(kGradWeight)};
+    if (wish && std::string_view(wish) == "onednn" && onednn_linear())
+      return std::array<bool, kProducts>{true, true, true};
+    return std::array<bool, kProducts>{measure_onednn(kForward), measure_onednn(kGradInput),
+                                       measure_onednn(kGradWeight)};
   }();
   return choice[product];
 }
@@ -119,8 +121,6 @@ Tensor linear_grad_weight(const Tensor& dy, const Tensor& x) {
 
 Tensor linear_grad_bias(const Tensor& dy) { return dy.flatten(0, -2).sum(0); }
 
-std::string linear_backend(int product) {
-  return choose_onednn(static_cast<Product>(product)) ? "onednn" : "blas";
-}
+std::string linear_backend(int product) { return choose_onednn(static_cast<Product>(product)) ? "onednn" : "blas"; }
 
 }  // namespace mha_ext::cpu

@@ -1,5 +1,6 @@
 // The projections of a layer and their gradients, each by the faster of ATen's two matrix products on this machine: the
-// BLAS that torch was built with, or oneDNN (on AVX-512 machines that are not Intel's MKL is at half of oneDNN's speed).
+// BLAS that torch was built with, or oneDNN (on AVX-512 machines that are not Intel's MKL is at half of oneDNN's
+// speed).
 #pragma once
 
 #include <ATen/core/Tensor.h>

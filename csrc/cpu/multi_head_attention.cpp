@@ -38,8 +38,9 @@ Tensor without_hidden_rows(const Tensor& dy, const Tensor& x, const AttentionOpt
   return x.masked_fill(dy.eq(0).all(-1, /*keepdim=*/true), 0);
 }
 
-std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                                             const Projections& p, int64_t num_heads, const AttentionOptions& given) {
+std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query, const Tensor& key,
+                                             const Tensor& value, const Projections& p, int64_t num_heads,
+                                             const AttentionOptions& given) {
   const LayerSizes sizes = check_layer(op, query, key, value, p, num_heads, given);
   check_lengths(op, given, key);
   const AttentionOptions options = composite::with_seed(given);
@@ -104,7 +105,10 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
                                          options, wanted[kBias], heads_of(dq, s.heads, s.head_dim),
                                          heads_of(dk, s.kv_heads, s.head_dim), heads_of(dv, s.kv_heads, s.value_dim));
 
-  const struct { const Tensor &dy, &x, &w; LayerGrad input, weight, bias; } sides[] = {
+  const struct {
+    const Tensor &dy, &x, &w;
+    LayerGrad input, weight, bias;
+  } sides[] = {
       {dq, query, p.w_q, kQuery, kWq, kBq}, {dk, key, p.w_k, kKey, kWk, kBk}, {dv, value, p.w_v, kValue, kWv, kBv}};
   for (const auto& side : sides) {
     if (wanted[side.weight]) {

@@ -56,8 +56,8 @@ inline int64_t useful_threads(double flops) {
   return std::clamp<int64_t>(static_cast<int64_t>(flops / 1e5), 1, at::get_num_threads());
 }
 
-// worker(scratch) in each of at most `threads` threads, until the queue is empty. If one throws, the others stop early and
-// the exception arrives here.
+// worker(scratch) in each of at most `threads` threads, until the queue is empty. If one throws, the others stop early
+// and the exception arrives here.
 template <typename Task, typename Worker>
 void run_workers(int64_t threads, TaskQueue<Task>& queue, int64_t scratch_bytes, const Worker& worker) {
   at::parallel_for(0, std::min(threads, queue.count), 1, [&](int64_t begin, int64_t end) {

@@ -25,24 +25,24 @@ struct TileSize {
 
 struct Dropout {
   bool active = false;
-  bool drops_all = false;    // p == 1
-  int32_t threshold = 0;     // keep where the upper 31 random bits are >= threshold
-  double keep_scale = 1.0;   // 1 / (1 - p), 0 when all is dropped
+  bool drops_all = false;   // p == 1
+  int32_t threshold = 0;    // keep where the upper 31 random bits are >= threshold
+  double keep_scale = 1.0;  // 1 / (1 - p), 0 when all is dropped
   uint32_t seed_low = 0, seed_high = 0;
 };
 
 struct AttentionParams {
   int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim;
   double scale;
-  View query, key, value;              // (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv)
-  View mask, bias;                     // (B, H, Lq, Lk), broadcast by zero strides
+  View query, key, value;                // (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv)
+  View mask, bias;                       // (B, H, Lq, Lk), broadcast by zero strides
   const int64_t* key_lengths = nullptr;  // (B,)
   bool is_causal = false;
-  int64_t causal_offset = 0;           // query i sees keys j <= i + causal_offset
-  bool uniform_dead_rows = false;      // rows that see no key: weights 1 / Lk instead of 0
+  int64_t causal_offset = 0;       // query i sees keys j <= i + causal_offset
+  bool uniform_dead_rows = false;  // rows that see no key: weights 1 / Lk instead of 0
   Dropout dropout;
   TileSize tile;
-  View output, weights, logsumexp;     // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)
+  View output, weights, logsumexp;  // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)
 
   int64_t group() const { return heads / kv_heads; }
   int64_t query_blocks() const { return (q_len + tile.forward_queries - 1) / tile.forward_queries; }
@@ -71,11 +71,11 @@ struct BackwardTask {
   int64_t batch, batch_end, kv_head, kv_head_end, first_block, last_block;
 };
 
-// dQ is summed over key blocks in ascending order, whichever threads work on them: progress[head * key_blocks + k] counts
-// the query blocks that key block k has passed; k adds into query block i only after k - 1 has passed it.
+// dQ is summed over key blocks in ascending order, whichever threads work on them: progress[head * key_blocks + k]
+// counts the query blocks that key block k has passed; k adds into query block i only after k - 1 has passed it.
 struct GradQueryOrder {
-  void* accumulator = nullptr;              // (B * H, query blocks, D, block queries), null: one task per head, no waiting
-  std::atomic<int64_t>* progress = nullptr;  // (B * H, key blocks)
+  void* accumulator = nullptr;  // (B * H, query blocks, D, block queries), null: one task per head, no waiting
+  std::atomic<int64_t>* progress = nullptr;    // (B * H, key blocks)
   const std::atomic<bool>* stopped = nullptr;  // another thread has failed: do not wait for it
 };
 

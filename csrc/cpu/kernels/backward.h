@@ -1,9 +1,9 @@
-// Backward of one task: five tile products per (key block, query block), with queries in the vector lanes, so that log-sum-exp
-// and delta are plain loads and nothing is reduced across lanes:
+// Backward of one task: five tile products per (key block, query block), with queries in the vector lanes, so that
+// log-sum-exp and delta are plain loads and nothing is reduced across lanes:
 //   S^T = K Q^T, dP^T = V dO^T, then P^T = e^(S^T - LSE) and dS^T = P^T (dP^T - delta), then
 //   dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T.
-// delta_i = sum_j P_ij dP_ij - dLSE_i = dO_i . O_i + dW_i . W_i - dLSE_i  (Dao et al. 2022; dW, dLSE are the gradients that
-// arrive for the returned weights W and the log-sum-exp). dQ is kept transposed: no tile is transposed on the way.
+// delta_i = sum_j P_ij dP_ij - dLSE_i = dO_i . O_i + dW_i . W_i - dLSE_i  (Dao et al. 2022; dW, dLSE are the gradients
+// that arrive for the returned weights W and the log-sum-exp). dQ is kept transposed: no tile is transposed on the way.
 #pragma once
 
 #include "dropout.h"
@@ -30,18 +30,18 @@ struct BackwardScratch {
   uint32_t *first_key, *second_key;  // dropout row keys
   uint8_t *dead, *any_dead;          // per row, per block
   uint8_t *queries_finite, *grad_output_finite;
-  T* grad_query_t;                   // dQ^T / scale (query_blocks, D, query_block)
+  T* grad_query_t;  // dQ^T / scale (query_blocks, D, query_block)
 
   // Key side of the task, per key block of the task.
-  T *keys, *keys_t, *values;      // K (key_block, D), its transpose, V (key_block, Dv)
-  T *grad_keys, *grad_values;     // dK / scale, dV
-  uint8_t *keys_finite;
+  T *keys, *keys_t, *values;   // K (key_block, D), its transpose, V (key_block, Dv)
+  T *grad_keys, *grad_values;  // dK / scale, dV
+  uint8_t* keys_finite;
 
   // One tile: rows are keys, lanes are queries.
-  T *scores, *grad_scores;        // S^T then P^T (after dropout), dP^T then dS^T
-  T *added, *added_t;             // bias, -inf where hidden: (query_block, key_block), its transpose
+  T *scores, *grad_scores;  // S^T then P^T (after dropout), dP^T then dS^T
+  T *added, *added_t;       // bias, -inf where hidden: (query_block, key_block), its transpose
   T *grad_weights, *grad_weights_t;
-  T *row, *factors;               // one row of anything
+  T *row, *factors;  // one row of anything
 
   BackwardScratch(const BackwardParams& p, const GradQueryOrder& order, int64_t task_key_blocks, Workspace& w) {
     query_block = padded(std::min(p.tile.backward_queries, p.q_len));
@@ -182,13 +182,15 @@ void store_key_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batc
   const int64_t keys = std::min(p.tile.backward_keys, p.kv_len - key);
   for (int64_t j = 0; j < keys; ++j) {
     // Q was packed scaled, so dK = dS^T (scale Q) is complete
-    store_row(p.grad_key, batch, kv_head, key + j, 0, p.head_dim, T(1), s.grad_keys + (slot * s.key_block + j) * s.depth);
+    store_row(p.grad_key, batch, kv_head, key + j, 0, p.head_dim, T(1),
+              s.grad_keys + (slot * s.key_block + j) * s.depth);
     store_row(p.grad_value, batch, kv_head, key + j, 0, p.value_dim, T(1),
               s.grad_values + (slot * s.key_block + j) * s.value_depth);
   }
 }
 
-// added_t <- bias, -inf where hidden, for one partial tile. Padding queries see nothing, or a NaN key would reach their P.
+// added_t <- bias, -inf where hidden, for one partial tile. Padding queries see nothing, or a NaN key would reach their
+// P.
 template <typename T>
 void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
   fill(s.added, t.queries * s.key_block, T(0));
@@ -211,8 +213,8 @@ template <typename T>
 inline void plain_row(int64_t n, const T* logsumexp, const T* delta, T* scores, T* grad_scores) {
   for (int64_t i = 0; i < n; i += kWidth<T>) {
     const Vec<T> probability = exp2((load(scores + i) - load(logsumexp + i)) * kLog2e<T>);
-    store(scores + i, probability);                                                              // P^T
-    store(grad_scores + i, probability * (load(grad_scores + i) - load(delta + i)));             // dS^T
+    store(scores + i, probability);                                                   // P^T
+    store(grad_scores + i, probability * (load(grad_scores + i) - load(delta + i)));  // dS^T
   }
 }
 
@@ -247,7 +249,8 @@ inline void general_row(const BackwardParams& p, int64_t n, const T* logsumexp, 
 
 // S^T and dP^T become P^T (as it multiplied V) and dS^T; rows beyond t.keys become 0.
 template <typename T>
-void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, TileKind kind, int64_t q_block) {
+void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, TileKind kind,
+                           int64_t q_block) {
   const int64_t lanes = s.query_block;
   const T* logsumexp = s.logsumexp + q_block * lanes;
   const T* delta = s.delta + q_block * lanes;
@@ -263,7 +266,8 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
       continue;
     }
     if (p.dropout.active) {
-      keep_factors(p.dropout, s.first_key + q_block * lanes, s.second_key + q_block * lanes, t.key + j, lanes, s.factors);
+      keep_factors(p.dropout, s.first_key + q_block * lanes, s.second_key + q_block * lanes, t.key + j, lanes,
+                   s.factors);
     }
     general_row(p, lanes, logsumexp, delta, kind == TileKind::partial ? s.added_t + j * lanes : nullptr,
                 p.grad_weights ? s.grad_weights_t + j * lanes : nullptr, p.dropout.active ? s.factors : nullptr,
@@ -328,8 +332,7 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
            s.grad_output_t + q_block * lanes * s.value_depth, lanes, s.grad_scores, lanes, false);
     softmax_backward_tile(p, s, t, kind, q_block);
     // dV += P^T dO,  dK += dS^T (scale Q)
-    const auto values_product =
-        partial && !s.grad_output_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
+    const auto values_product = partial && !s.grad_output_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
     values_product(columns, s.value_depth, lanes, s.scores, lanes, grad_output, s.value_depth,
                    s.grad_values + slot * s.key_block * s.value_depth, s.value_depth, true);
     const auto keys_product = partial && !s.queries_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
@@ -345,7 +348,8 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
   wait_for_turn(order, progress_index, key_block, q_block);
   if (live) {
     // dQ^T += K^T dS^T
-    const auto queries_product = kind == TileKind::partial && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
+    const auto queries_product =
+        kind == TileKind::partial && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
     queries_product(s.depth, lanes, columns, s.keys_t + slot * s.key_block * s.depth, s.key_block, s.grad_scores, lanes,
                     grad_query_t, lanes, key_block > 0);
   } else if (key_block == 0) {
@@ -356,8 +360,8 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
 }
 
 template <typename T>
-void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order, BackwardScratch<T>& s,
-                      int64_t batch, int64_t kv_head) {
+void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order,
+                      BackwardScratch<T>& s, int64_t batch, int64_t kv_head) {
   for (int64_t block = task.first_block; block < task.last_block; ++block) {
     pack_key_side(p, s, batch, kv_head, block, block - task.first_block);
   }
@@ -367,8 +371,9 @@ void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const G
       const int64_t key = block * p.tile.backward_keys;
       for (int64_t q_block = 0; q_block < s.query_blocks; ++q_block) {
         const int64_t query = q_block * p.tile.backward_queries;
-        const Tile tile = {batch, head, query, std::min(p.tile.backward_queries, p.q_len - query),
-                           key, std::min(p.tile.backward_keys, p.kv_len - key)};
+        const Tile tile = {batch, head,
+                           query, std::min(p.tile.backward_queries, p.q_len - query),
+                           key,   std::min(p.tile.backward_keys, p.kv_len - key)};
         backward_tile(p, s, order, tile, block, block - task.first_block, q_block);
       }
     }
@@ -379,7 +384,8 @@ void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const G
 }
 
 template <typename T>
-void backward_task(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order, BackwardScratch<T>& s) {
+void backward_task(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order,
+                   BackwardScratch<T>& s) {
   for (int64_t batch = task.batch; batch < task.batch_end; ++batch) {
     for (int64_t kv_head = task.kv_head; kv_head < task.kv_head_end; ++kv_head) {
       backward_kv_head(p, task, order, s, batch, kv_head);

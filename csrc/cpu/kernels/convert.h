@@ -83,13 +83,16 @@ inline void store_elements(void* data, int64_t offset, int64_t stride, int64_t n
 
 // view[b, h, row, column + i] = src[i] * factor, i < n
 template <typename T>
-inline void store_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, T factor, const T* src) {
+inline void store_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, T factor,
+                      const T* src) {
   const int64_t offset = b * v.stride[0] + h * v.stride[1] + row * v.stride[2] + column * v.stride[3];
   switch (v.dtype) {
     case Dtype::f32:
-      return store_elements<T, float>(v.data, offset, v.stride[3], n, factor, src, [](T x) { return static_cast<float>(x); });
+      return store_elements<T, float>(v.data, offset, v.stride[3], n, factor, src,
+                                      [](T x) { return static_cast<float>(x); });
     case Dtype::f64:
-      return store_elements<T, double>(v.data, offset, v.stride[3], n, factor, src, [](T x) { return static_cast<double>(x); });
+      return store_elements<T, double>(v.data, offset, v.stride[3], n, factor, src,
+                                       [](T x) { return static_cast<double>(x); });
     case Dtype::bf16:
       return store_elements<T, uint16_t>(v.data, offset, v.stride[3], n, factor, src,
                                          [](T x) { return float_to_bf16(static_cast<float>(x)); });
@@ -117,7 +120,8 @@ void load_rows(const View& v, int64_t b, int64_t h, int64_t row, int64_t rows, i
   fill(dst + rows * ld, (padded_rows - rows) * ld, T(0));
 }
 
-// True unless an Inf or NaN is among the n elements (n a multiple of kLanes): x * 0 is NaN for those and 0 for the rest.
+// True unless an Inf or NaN is among the n elements (n a multiple of kLanes): x * 0 is NaN for those and 0 for the
+// rest.
 template <typename T>
 bool all_finite(const T* p, int64_t n) {
   Vec<T> sum{};
@@ -147,7 +151,8 @@ inline void transpose_block(const float* src, int64_t ld_src, float* dst, int64_
   }
   for (int i = 0; i < 4; ++i) {
     *reinterpret_cast<Row*>(dst + i * ld_dst) = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    *reinterpret_cast<Row*>(dst + (i + 4) * ld_dst) = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    *reinterpret_cast<Row*>(dst + (i + 4) * ld_dst) =
+        __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 }
 
@@ -170,7 +175,8 @@ template <typename T>
 void transpose(const T* src, int64_t ld_src, int64_t rows, int64_t columns, T* dst, int64_t ld_dst) {
   constexpr int64_t step = 32 / sizeof(T);
   for (int64_t c = 0; c < columns; c += step) {
-    for (int64_t r = 0; r < rows; r += step) transpose_block(src + r * ld_src + c, ld_src, dst + c * ld_dst + r, ld_dst);
+    for (int64_t r = 0; r < rows; r += step)
+      transpose_block(src + r * ld_src + c, ld_src, dst + c * ld_dst + r, ld_dst);
   }
 }
 

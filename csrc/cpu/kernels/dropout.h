@@ -1,7 +1,7 @@
-// Dropout decisions from a counter: a hash of (seed, batch, head, query, key), so the backward draws them again and they do
-// not depend on threads or tiles. The mixer is the 32-bit finaliser with multipliers 0x7feb352d and 0x846ca68b (C. Wellons,
-// "hash-prospector", lowbias32); a second 32-bit row key enters between its two multiplications. composite/ has the same
-// function in ATen.
+// Dropout decisions from a counter: a hash of (seed, batch, head, query, key), so the backward draws them again and
+// they do not depend on threads or tiles. The mixer is the 32-bit finaliser with multipliers 0x7feb352d and 0x846ca68b
+// (C. Wellons, "hash-prospector", lowbias32); a second 32-bit row key enters between its two multiplications.
+// composite/ has the same function in ATen.
 #pragma once
 
 #include "attention_params.h"

@@ -13,8 +13,8 @@ namespace {
 // Scratch of one thread. Keys and values of the head at hand are packed block by block when first needed.
 template <typename T>
 struct ForwardScratch {
-  int64_t key_block, blocks;     // keys of a block (padded), blocks of a head
-  int64_t depth, value_depth;    // padded head sizes
+  int64_t key_block, blocks;   // keys of a block (padded), blocks of a head
+  int64_t depth, value_depth;  // padded head sizes
   int64_t batch = -1, kv_head = -1;
   T *keys, *values;              // K^T (blocks, D, key_block), V (blocks, key_block, Dv)
   T *queries, *scores, *output;  // scale Q (queries, D), S (queries, key_block), O (queries, Dv)
@@ -58,7 +58,8 @@ void pack_key_block(const AttentionParams& p, ForwardScratch<T>& s, int64_t bloc
 
 // S <- softmax numerators of one tile, O <- O * alpha
 template <typename T>
-void softmax_tile(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t, TileKind kind, int64_t block, bool first) {
+void softmax_tile(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t, TileKind kind, int64_t block,
+                  bool first) {
   const int64_t columns = padded(t.keys);
   for (int64_t r = 0; r < t.queries; ++r) {
     T* scores = s.scores + r * s.key_block;

@@ -1,5 +1,5 @@
-// The tile product C (+)= A B on dense row-major scratch. fp32 goes to oneDNN's brgemm where it runs (it is at the machine's
-// peak); fp64, the baseline instruction set and other machines use the register-tiled kernel below.
+// The tile product C (+)= A B on dense row-major scratch. fp32 goes to oneDNN's brgemm where it runs (it is at the
+// machine's peak); fp64, the baseline instruction set and other machines use the register-tiled kernel below.
 #pragma once
 
 #include "simd.h"
@@ -24,7 +24,8 @@ constexpr int kRegisterRows = 4;
 
 // C[0:Rows, 0:Vectors * width] (+)= A[0:Rows, 0:k] B[0:k, ...], accumulated in registers in ascending k
 template <int Rows, int Vectors, typename T>
-inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
+inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
+                          bool accumulate) {
   Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
@@ -81,8 +82,8 @@ void matmul(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b
   register_tiled_matmul(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
 }
 
-// The same where zeros of A stand for hidden pairs and B holds an Inf or NaN: 0 * NaN must not reach C. Slow, and only run
-// for tiles that are partly hidden and not finite.
+// The same where zeros of A stand for hidden pairs and B holds an Inf or NaN: 0 * NaN must not reach C. Slow, and only
+// run for tiles that are partly hidden and not finite.
 template <typename T>
 void matmul_skipping_zeros_of_a(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                                 int64_t ldc, bool accumulate) {

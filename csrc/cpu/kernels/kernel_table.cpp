@@ -56,6 +56,7 @@ constexpr Kernels kernels() {
 
 }  // namespace
 
-const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {MHA_EXT_STRING(MHA_EXT_ISA), kernels<float>(), kernels<double>()};
+const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {MHA_EXT_STRING(MHA_EXT_ISA), kernels<float>(),
+                                                              kernels<double>()};
 
 }  // namespace mha_ext::cpu

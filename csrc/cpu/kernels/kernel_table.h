@@ -22,8 +22,8 @@ struct Kernels {
   int64_t (*forward_scratch_bytes)(const AttentionParams&);
   void (*forward_worker)(const AttentionParams&, TaskQueue<ForwardTask>&, std::byte* scratch);
   int64_t (*backward_scratch_bytes)(const BackwardParams&, const GradQueryOrder&, int64_t task_key_blocks);
-  void (*backward_worker)(const BackwardParams&, TaskQueue<BackwardTask>&, const GradQueryOrder&, int64_t task_key_blocks,
-                          std::byte* scratch);
+  void (*backward_worker)(const BackwardParams&, TaskQueue<BackwardTask>&, const GradQueryOrder&,
+                          int64_t task_key_blocks, std::byte* scratch);
 };
 
 struct KernelTable {

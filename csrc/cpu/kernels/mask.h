@@ -1,5 +1,5 @@
-// What hides keys from queries: boolean mask, key lengths, causal limit, and -inf in an additive bias. A new kind of mask
-// needs its part in classify() (which tiles it empties or leaves whole) and in hide() (one row of a partial tile).
+// What hides keys from queries: boolean mask, key lengths, causal limit, and -inf in an additive bias. A new kind of
+// mask needs its part in classify() (which tiles it empties or leaves whole) and in hide() (one row of a partial tile).
 #pragma once
 
 #include "convert.h"
@@ -16,7 +16,8 @@ struct Tile {
   int64_t key, keys;       // first column, columns
 };
 
-// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: apply bias and masks row by row.
+// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: apply bias and masks row by
+// row.
 enum class TileKind { empty, full, partial };
 
 // First key that length and causal limit hide from query i.
@@ -33,7 +34,8 @@ inline const uint8_t* mask_row(const View& mask, int64_t b, int64_t h, int64_t r
 inline int64_t count_visible(const uint8_t* row, int64_t stride, int64_t n) {
   int64_t visible = 0;
   if (stride == 1) {
-    for (int64_t begin = 0; begin < n; begin += 128) {  // partial counts that fit a byte let the loop run on byte vectors
+    for (int64_t begin = 0; begin < n;
+         begin += 128) {  // partial counts that fit a byte let the loop run on byte vectors
       uint8_t part = 0;
       for (int64_t j = begin; j < std::min(n, begin + 128); ++j) part += row[j] != 0;
       visible += part;
@@ -57,7 +59,8 @@ inline TileKind classify_mask(const View& mask, const Tile& t) {
 }
 
 inline TileKind classify(const AttentionParams& p, const Tile& t) {
-  const int64_t most = visible_keys(p, t.batch, t.query + t.queries - 1);  // the last row sees the most, the first the least
+  const int64_t most =
+      visible_keys(p, t.batch, t.query + t.queries - 1);  // the last row sees the most, the first the least
   if (t.key >= most) return TileKind::empty;
   const TileKind by_mask = p.mask ? classify_mask(p.mask, t) : TileKind::full;
   if (by_mask != TileKind::full) return by_mask;
@@ -73,7 +76,8 @@ void hide(const AttentionParams& p, const Tile& t, int64_t r, T* bias_row, T* sc
   const int64_t visible = std::clamp<int64_t>(visible_keys(p, t.batch, query) - t.key, 0, t.keys);
   if (p.bias) {
     load_row(p.bias, t.batch, t.head, query, t.key, visible, T(1), bias_row);
-    for (int64_t j = 0; j < visible; ++j) scores[j] = bias_row[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias_row[j];
+    for (int64_t j = 0; j < visible; ++j)
+      scores[j] = bias_row[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias_row[j];
   }
   if (p.mask) {
     const uint8_t* keep = mask_row(p.mask, t.batch, t.head, query, t.key);

@@ -1,5 +1,5 @@
-// Portable vectors: GCC/Clang vector extensions as wide as the instruction set this file is compiled for. No torch header
-// (at::vec would pull inline functions compiled for the wrong machine into the library).
+// Portable vectors: GCC/Clang vector extensions as wide as the instruction set this file is compiled for. No torch
+// header (at::vec would pull inline functions compiled for the wrong machine into the library).
 #pragma once
 
 #include <cstdint>
@@ -98,7 +98,8 @@ inline Vec<double> exp2(Vec<double> x) {
   const Vec<double> shifted = x + shift;
   const Vec<double> f = (x - (shifted - shift)) * 0.69314718055994530941723212145818;
   Vec<double> p = broadcast(1. / 6227020800.);
-  const double factorials[] = {479001600., 39916800., 3628800., 362880., 40320., 5040., 720., 120., 24., 6., 2., 1., 1.};
+  const double factorials[] = {479001600., 39916800., 3628800., 362880., 40320., 5040., 720.,
+                               120.,       24.,       6.,       2.,      1.,     1.};
   for (double k : factorials) p = p * f + 1. / k;
   typedef int64_t Int __attribute__((vector_size(kVectorBytes), may_alias));
   const Int n = reinterpret_cast<Int>(shifted) << 52;

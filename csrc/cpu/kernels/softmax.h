@@ -1,5 +1,5 @@
-// Online softmax over score tiles (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022): a row keeps its running
-// maximum m and sum l, and what was summed under an older maximum is rescaled by alpha.
+// Online softmax over score tiles (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022): a row keeps its
+// running maximum m and sum l, and what was summed under an older maximum is rescaled by alpha.
 #pragma once
 
 #include "simd.h"
@@ -15,8 +15,8 @@ struct SoftmaxRow {
   T sum = T(0);               // l
 };
 
-// m <- max(m, max_j s_j); s_j <- e^(s_j - m); l <- l alpha + sum_j s_j. Returns alpha. n is a multiple of kLanes, padding
-// holds -inf. While a row has seen only hidden keys m is -inf and every s_j becomes 0.
+// m <- max(m, max_j s_j); s_j <- e^(s_j - m); l <- l alpha + sum_j s_j. Returns alpha. n is a multiple of kLanes,
+// padding holds -inf. While a row has seen only hidden keys m is -inf and every s_j becomes 0.
 template <typename T>
 inline T softmax_step(SoftmaxRow<T>& row, int64_t n, T* s) {
   Vec<T> largest = load(s);

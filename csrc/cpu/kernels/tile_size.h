@@ -6,16 +6,16 @@
 
 namespace mha_ext::cpu {
 
-// Every scratch matrix is padded with zeros to a multiple of this many columns: one AVX-512 vector of floats, so no inner
-// loop has a tail and the tile product meets few distinct shapes (oneDNN compiles a kernel for each).
+// Every scratch matrix is padded with zeros to a multiple of this many columns: one AVX-512 vector of floats, so no
+// inner loop has a tail and the tile product meets few distinct shapes (oneDNN compiles a kernel for each).
 constexpr int64_t kLanes = 16;
 
 constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // Forward 64 x 256: the score tile (64 KB in fp32) with its K^T, V and O blocks (64 + 64 + 16 KB at D = 64) stays in a
 // 512 KB L2; 256 keys amortise the rescaling of O, and 64 queries the reading of K^T and V.
-// Backward 64 x 128: P^T and dS^T (32 KB each) and the seven operand blocks stay in L2; 128 keys halve the traffic of the
-// dQ block, which is read and written once per tile.
+// Backward 64 x 128: P^T and dS^T (32 KB each) and the seven operand blocks stay in L2; 128 keys halve the traffic of
+// the dQ block, which is read and written once per tile.
 constexpr TileSize kDefaultTile = {64, 256, 64, 128};
 
 }  // namespace mha_ext::cpu

@@ -1,5 +1,5 @@
-// Scratch memory of one thread, carved by a struct's constructor: run once on an empty Workspace to learn the size, once on
-// real memory to get the pointers.
+// Scratch memory of one thread, carved by a struct's constructor: run once on an empty Workspace to learn the size,
+// once on real memory to get the pointers.
 #pragma once
 
 #include <cstddef>
