@@ -39,6 +39,7 @@ COMBINATIONS = all_pairs(
 
 def check(inputs, results, uniform_dead_rows=False):
     """Output, weights and logsumexp against the oracle, with the plain formula as the measure."""
+    torch.set_num_threads(1)  # what follows is small
     arguments, options = (inputs.query, inputs.key, inputs.value), inputs.options
     exact = reference.attention(*arguments, **options)
     plain = plain_attention(*arguments, **options)
@@ -88,7 +89,7 @@ def test_values_at_tile_boundaries(length, causal, dtype):
     check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
 
 
-@pytest.mark.parametrize("row", COMBINATIONS[::8], ids=row_id)
+@pytest.mark.parametrize("row", COMBINATIONS[::16], ids=row_id)
 @pytest.mark.parametrize("tile", TILE_SIZES, ids=str)
 def test_values_of_tile_sizes(row, tile, set_tile_size):
     set_tile_size(*tile)
@@ -112,7 +113,7 @@ def test_values_of_head_sizes(head_dim, dtype):
     check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
 
 
-@pytest.mark.parametrize("row", COMBINATIONS[::2], ids=row_id)
+@pytest.mark.parametrize("row", COMBINATIONS[::4], ids=row_id)
 def test_composite_kernel_agrees(row):
     inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=1)
     results = composite(attention, inputs.query, inputs.key, inputs.value, **inputs.options)

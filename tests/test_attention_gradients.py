@@ -38,6 +38,7 @@ def check(inputs, gradients, score_size=1.0, measure=None):
 
     exp(score) has an error of eps times the score: score_size, where scores are large.
     """
+    torch.set_num_threads(1)  # what follows is small
     _, plain = plain_gradients(measure or inputs)
     exact, sizes = exact_gradients(inputs), exact_gradients(inputs, magnitude=True)
     assert gradients.keys() == exact.keys()
@@ -71,7 +72,7 @@ def test_gradients_at_tile_boundaries(length, causal, dtype):
     check(inputs, differentiate(inputs))
 
 
-@pytest.mark.parametrize("row", COMBINATIONS[::8], ids=row_id)
+@pytest.mark.parametrize("row", COMBINATIONS[::16], ids=row_id)
 @pytest.mark.parametrize("tile", TILE_SIZES, ids=str)
 def test_gradients_of_tile_sizes(row, tile, set_tile_size):
     set_tile_size(*tile)
@@ -115,14 +116,14 @@ def composite_backward(*arguments, **options):
     return composite(attention_backward, *arguments, **options)
 
 
-@pytest.mark.parametrize("row", COMBINATIONS[::3], ids=row_id)
+@pytest.mark.parametrize("row", COMBINATIONS[::6], ids=row_id)
 def test_composite_backward_agrees(row):
     inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=2)
     found = call_backward(inputs, composite_backward)
     check(inputs, dict(zip(inputs.leaves(), found, strict=False)))
 
 
-@pytest.mark.parametrize("row", COMBINATIONS[1::3], ids=row_id)
+@pytest.mark.parametrize("row", COMBINATIONS[1::6], ids=row_id)
 def test_composite_forward_is_differentiable(row):
     inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=2).requires_grad_()
     results = composite(attention, inputs.query, inputs.key, inputs.value, **inputs.options)

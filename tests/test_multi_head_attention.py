@@ -140,6 +140,7 @@ def exact_gradients(layer: Layer, magnitude: bool = False) -> dict[str, Tensor]:
 
 
 def check(layer: Layer, results, found: dict[str, Tensor]) -> None:
+    torch.set_num_threads(1)  # what follows is small
     exact = reference.multi_head_attention(*layer.arguments(), **layer.options)
     twin = copy.deepcopy(layer)  # one tensor under three names stays one
     twin_leaves = {name: x.requires_grad_() for name, x in twin.leaves().items()}
@@ -168,7 +169,7 @@ def test_values_and_gradients_of_feature_combinations(row):
     check(layer, results, gradients(results, layer, leaves))
 
 
-@pytest.mark.parametrize("row", FEATURES[::2], ids=row_id)
+@pytest.mark.parametrize("row", FEATURES[::3], ids=row_id)
 def test_composite_kernel_agrees(row):
     layer = make(row)
     leaves = {name: x.requires_grad_() for name, x in layer.leaves().items()}

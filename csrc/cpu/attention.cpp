@@ -63,6 +63,11 @@ struct Prepared {
 template <typename Params>
 Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const AttentionOptions& options) {
+  // Scratch is a few times L * D elements: beyond this its size would overflow, whatever an expanded tensor claims.
+  const double longest = static_cast<double>(std::max({query.size(2), key.size(2), int64_t{64}}));
+  const double widest = static_cast<double>(std::max(query.size(3), value.size(3)));
+  TORCH_CHECK_VALUE(longest * widest < 0x1p44, "attention: expected lengths times head size below 2^44, got ", longest,
+                    " times ", widest);
   Prepared<Params> prepared;
   Params& p = prepared.params;
   p.batch = query.size(0);

@@ -11,12 +11,12 @@ namespace mha_ext::cpu {
 
 const KernelTable& kernel_table() {
   static const KernelTable& chosen = []() -> const KernelTable& {
-    [[maybe_unused]] const std::string capability = at::get_cpu_capability();  // honours ATEN_CPU_CAPABILITY
+    [[maybe_unused]] const std::string capability = at::get_cpu_capability();  // honours ATEN_CPU_CAPABILITY, unchecked
 #ifdef MHA_EXT_HAVE_AVX512
-    if (capability.starts_with("AVX512")) return kernel_table_avx512;
+    if (capability.starts_with("AVX512") && __builtin_cpu_supports("avx512bw")) return kernel_table_avx512;
 #endif
 #ifdef MHA_EXT_HAVE_AVX2
-    if (capability.starts_with("AVX")) return kernel_table_avx2;
+    if (capability.starts_with("AVX") && __builtin_cpu_supports("avx2")) return kernel_table_avx2;
 #endif
     return kernel_table_default;
   }();

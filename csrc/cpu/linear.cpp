@@ -107,6 +107,7 @@ Tensor linear_grad_input(const Tensor& dy, const Tensor& w) {
 }
 
 void add_linear_grad_input(const Tensor& dy, const Tensor& w, const Tensor& into) {
+  if (into.numel() == 0) return;
   if (use_onednn(kGradInput, dy, w)) {
     into.add_(linear_grad_input(dy, w));
   } else if (dy.numel() > 0) {

@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 namespace mha_ext::cpu {
@@ -44,6 +45,7 @@ std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query
   const LayerSizes sizes = check_layer(op, query, key, value, p, num_heads, given);
   check_lengths(op, given, key);
   const AttentionOptions options = composite::with_seed(given);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
   LayerSaved saved;
   saved.q = linear(query, p.w_q, p.b_q);
@@ -80,6 +82,7 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   const LayerSizes sizes = check_layer_backward(op, grad_output, grad_weights, query, key, value, p, saved, num_heads,
                                                 options, self_attention, wanted);
   check_lengths(op, options, key);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
   LayerGrads grads;
   grads.fill(at::empty({0}, query.options()));

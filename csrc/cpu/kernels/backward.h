@@ -27,6 +27,7 @@ struct BackwardScratch {
   T *queries, *queries_t;            // scale Q (query_block, D), its transpose
   T *grad_output, *grad_output_t;    // dO (query_block, Dv), its transpose
   T *logsumexp, *delta;              // (query_block); +inf for rows that are dead or padding, so that their P is 0
+  T* normalizer;                     // what e^(S - LSE) is multiplied by: 1 unless LSE is too large to be exact
   uint32_t *first_key, *second_key;  // dropout row keys
   uint8_t *dead, *any_dead;          // per row, per block
   uint8_t *queries_finite, *grad_output_finite;
@@ -36,6 +37,7 @@ struct BackwardScratch {
   T *keys, *keys_t, *values;   // K (key_block, D), its transpose, V (key_block, Dv)
   T *grad_keys, *grad_values;  // dK / scale, dV
   uint8_t* keys_finite;
+  T* other_keys;  // K of a block that may be another task's
 
   // One tile: rows are keys, lanes are queries.
   T *scores, *grad_scores;  // S^T then P^T (after dropout), dP^T then dS^T
@@ -57,6 +59,8 @@ struct BackwardScratch {
     grad_output_t = w.take<T>(rows * value_depth);
     logsumexp = w.take<T>(rows);
     delta = w.take<T>(rows);
+    normalizer = w.take<T>(rows);
+    other_keys = w.take<T>(key_block * depth);
     first_key = w.take<uint32_t>(rows);
     second_key = w.take<uint32_t>(rows);
     dead = w.take<uint8_t>(rows);
@@ -105,6 +109,54 @@ T dot_row(const View& a, const View& b, int64_t batch, int64_t head, int64_t i, 
   return sum;
 }
 
+// added_t <- bias, -inf where hidden, for one partial tile. Padding queries see nothing, or a NaN key would reach their
+// P.
+template <typename T>
+void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
+  fill(s.added, t.queries * s.key_block, T(0));
+  fill(s.added + t.queries * s.key_block, (s.query_block - t.queries) * s.key_block, -kInfinity<T>);
+  for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
+  transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
+}
+
+// scores <- scores + added, -inf where added is: selected, so that a NaN behind a mask is gone
+template <typename T>
+inline void add_or_hide(const T* added, int64_t n, T* scores) {
+  for (int64_t i = 0; i < n; ++i) scores[i] = added[i] == -kInfinity<T> ? -kInfinity<T> : scores[i] + added[i];
+}
+
+// Beyond this |LSE| its rounding shows in P: LSE = max + log(sum) keeps nothing of log(sum) at 1e9, where a row of such
+// biases would get P = 1 for every key.
+template <typename T>
+constexpr T kExactLogsumexp = T(256);
+
+// normalizer <- 1 / sum_j e^(S_j - LSE) for the rows of one block, from the scores of all keys
+template <typename T>
+void normalize_block(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int64_t q_block) {
+  const int64_t lanes = s.query_block;
+  const T* logsumexp = s.logsumexp + q_block * lanes;
+  T* sums = s.normalizer + q_block * lanes;
+  fill(sums, lanes, T(0));
+  for (int64_t block = 0; block < s.key_blocks; ++block) {
+    t.key = block * p.tile.backward_keys;
+    t.keys = std::min(p.tile.backward_keys, p.kv_len - t.key);
+    const TileKind kind = p.hides_anything() ? classify(p, t) : TileKind::full;
+    if (kind == TileKind::empty) continue;
+    load_rows(p.key, t.batch, t.head / p.group(), t.key, t.keys, p.head_dim, T(1), s.key_block, s.other_keys);
+    matmul(padded(t.keys), lanes, p.head_dim, s.other_keys, s.depth, s.queries_t + q_block * lanes * s.depth, lanes,
+           s.scores, lanes, false);
+    if (kind == TileKind::partial) added_tile(p, s, t);
+    for (int64_t j = 0; j < t.keys; ++j) {
+      T* scores = s.scores + j * lanes;
+      if (kind == TileKind::partial) add_or_hide(s.added_t + j * lanes, lanes, scores);
+      for (int64_t i = 0; i < lanes; i += kWidth<T>) {
+        store(sums + i, load(sums + i) + exp2((load(scores + i) - load(logsumexp + i)) * kLog2e<T>));
+      }
+    }
+  }
+  for (int64_t i = 0; i < lanes; ++i) sums[i] = logsumexp[i] == kInfinity<T> ? T(1) : T(1) / sums[i];
+}
+
 // Everything of one head that lives on the query side: Q, dO and their transposes, LSE, delta, dropout keys.
 template <typename T>
 void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batch, int64_t head) {
@@ -125,9 +177,11 @@ void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t bat
     transpose(grad_output, s.value_depth, s.query_block, s.value_depth,
               s.grad_output_t + block * s.query_block * s.value_depth, s.query_block);
     s.any_dead[block] = 0;
+    bool inexact = false;
     for (int64_t r = 0; r < s.query_block; ++r) {
       const int64_t i = block * s.query_block + r;
       s.logsumexp[i] = kInfinity<T>;
+      s.normalizer[i] = T(1);
       s.delta[i] = T(0);
       s.dead[i] = 0;
       if (r >= rows) continue;
@@ -137,6 +191,7 @@ void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t bat
       s.any_dead[block] |= s.dead[i];
       if (s.dead[i]) continue;
       s.logsumexp[i] = lse;
+      inexact |= lse > kExactLogsumexp<T> || lse < -kExactLogsumexp<T>;
       // delta <- dO . O + dW . W - dLSE
       load_row(p.output, batch, head, query + r, 0, p.value_dim, T(1), s.row);
       fill(s.row + p.value_dim, s.value_depth - p.value_dim, T(0));
@@ -151,6 +206,7 @@ void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t bat
       }
       s.delta[i] = delta;
     }
+    if (inexact) normalize_block(p, s, {batch, head, query, rows, 0, 0}, block);
     if (!p.dropout.active) continue;
     for (int64_t r = 0; r < s.query_block; ++r) {
       const RowKeys keys = row_keys(p.dropout, batch, head, query + r);
@@ -189,16 +245,6 @@ void store_key_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batc
   }
 }
 
-// added_t <- bias, -inf where hidden, for one partial tile. Padding queries see nothing, or a NaN key would reach their
-// P.
-template <typename T>
-void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
-  fill(s.added, t.queries * s.key_block, T(0));
-  fill(s.added + t.queries * s.key_block, (s.query_block - t.queries) * s.key_block, -kInfinity<T>);
-  for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
-  transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
-}
-
 template <typename T>
 void grad_weights_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
   fill(s.grad_weights, s.query_block * s.key_block, T(0));
@@ -210,9 +256,9 @@ void grad_weights_tile(const BackwardParams& p, BackwardScratch<T>& s, const Til
 
 // One row (one key) of a tile without masks, dropout or returned weights.
 template <typename T>
-inline void plain_row(int64_t n, const T* logsumexp, const T* delta, T* scores, T* grad_scores) {
+inline void plain_row(int64_t n, const T* logsumexp, const T* normalizer, const T* delta, T* scores, T* grad_scores) {
   for (int64_t i = 0; i < n; i += kWidth<T>) {
-    const Vec<T> probability = exp2((load(scores + i) - load(logsumexp + i)) * kLog2e<T>);
+    const Vec<T> probability = exp2((load(scores + i) - load(logsumexp + i)) * kLog2e<T>) * load(normalizer + i);
     store(scores + i, probability);                                                   // P^T
     store(grad_scores + i, probability * (load(grad_scores + i) - load(delta + i)));  // dS^T
   }
@@ -220,20 +266,19 @@ inline void plain_row(int64_t n, const T* logsumexp, const T* delta, T* scores, 
 
 // The same with everything: added (or null), gradient of the weights (or null), dropout, uniform dead rows.
 template <typename T>
-inline void general_row(const BackwardParams& p, int64_t n, const T* logsumexp, const T* delta, const T* added,
-                        const T* grad_weights, const T* factors, const uint8_t* uniform, T* scores, T* grad_scores) {
+inline void general_row(const BackwardParams& p, int64_t n, const T* logsumexp, const T* normalizer, const T* delta,
+                        const T* added, const T* grad_weights, const T* factors, const uint8_t* uniform, T* scores,
+                        T* grad_scores) {
   if (grad_weights) {
     for (int64_t i = 0; i < n; ++i) grad_scores[i] += grad_weights[i];
   }
   if (factors) {
     for (int64_t i = 0; i < n; ++i) grad_scores[i] = factors[i] == T(0) ? T(0) : grad_scores[i] * factors[i];
   }
-  if (added) {
-    for (int64_t i = 0; i < n; ++i) scores[i] = added[i] == -kInfinity<T> ? -kInfinity<T> : scores[i] + added[i];
-  }
+  if (added) add_or_hide(added, n, scores);
   for (int64_t i = 0; i < n; i += kWidth<T>) {
     const Vec<T> score = load(scores + i);
-    const Vec<T> probability = exp2((score - load(logsumexp + i)) * kLog2e<T>);
+    const Vec<T> probability = exp2((score - load(logsumexp + i)) * kLog2e<T>) * load(normalizer + i);
     const Vec<T> grad = probability * (load(grad_scores + i) - load(delta + i));
     store(scores + i, score == -kInfinity<T> ? Vec<T>{} : probability);
     store(grad_scores + i, score == -kInfinity<T> ? Vec<T>{} : grad);
@@ -253,6 +298,7 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
                            int64_t q_block) {
   const int64_t lanes = s.query_block;
   const T* logsumexp = s.logsumexp + q_block * lanes;
+  const T* normalizer = s.normalizer + q_block * lanes;
   const T* delta = s.delta + q_block * lanes;
   const bool uniform = p.uniform_dead_rows && s.any_dead[q_block];
   const bool plain = kind == TileKind::full && !p.grad_weights && !p.dropout.active && !uniform;
@@ -262,14 +308,14 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
     T* scores = s.scores + j * lanes;
     T* grad_scores = s.grad_scores + j * lanes;
     if (plain) {
-      plain_row(lanes, logsumexp, delta, scores, grad_scores);
+      plain_row(lanes, logsumexp, normalizer, delta, scores, grad_scores);
       continue;
     }
     if (p.dropout.active) {
       keep_factors(p.dropout, s.first_key + q_block * lanes, s.second_key + q_block * lanes, t.key + j, lanes,
                    s.factors);
     }
-    general_row(p, lanes, logsumexp, delta, kind == TileKind::partial ? s.added_t + j * lanes : nullptr,
+    general_row(p, lanes, logsumexp, normalizer, delta, kind == TileKind::partial ? s.added_t + j * lanes : nullptr,
                 p.grad_weights ? s.grad_weights_t + j * lanes : nullptr, p.dropout.active ? s.factors : nullptr,
                 uniform ? s.dead + q_block * lanes : nullptr, scores, grad_scores);
   }

@@ -57,6 +57,14 @@ inline void load_elements(const void* data, int64_t offset, int64_t stride, int6
   }
 }
 
+// A finite double stays finite as a float: a bias of finfo(float64).min is a low score, not a mask.
+template <typename T>
+inline double narrow(double x) {
+  constexpr double most = std::numeric_limits<T>::max();
+  if (x > most && x < kInfinity<double>) return most;
+  return x < -most && x > -kInfinity<double> ? -most : x;
+}
+
 // dst[i] = view[b, h, row, column + i] * factor, i < n
 template <typename T>
 inline void load_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, T factor, T* dst) {
@@ -64,7 +72,7 @@ inline void load_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t c
   const auto same = [](auto x) { return x; };
   switch (v.dtype) {
     case Dtype::f32: return load_elements<T, float>(v.data, offset, v.stride[3], n, factor, dst, same);
-    case Dtype::f64: return load_elements<T, double>(v.data, offset, v.stride[3], n, factor, dst, same);
+    case Dtype::f64: return load_elements<T, double>(v.data, offset, v.stride[3], n, factor, dst, narrow<T>);
     case Dtype::bf16: return load_elements<T, uint16_t>(v.data, offset, v.stride[3], n, factor, dst, bf16_to_float);
     case Dtype::f16: return load_elements<T, uint16_t>(v.data, offset, v.stride[3], n, factor, dst, half_to_float);
     case Dtype::boolean: return;
