@@ -12,6 +12,8 @@ from . import masks
 
 _linear_forward = nn.Linear.forward
 _module_call = nn.Module.__call__
+_module_call_impl = nn.Module._call_impl
+_functional_linear = nn.functional.linear
 _PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
 _PLAIN_TENSORS = (nn.Parameter, Tensor)
 
@@ -25,6 +27,9 @@ def _modules_are_called_plainly() -> bool:
         or _nn_module._global_backward_pre_hooks
         or nn.Linear.forward is not _linear_forward
         or nn.Module.__call__ is not _module_call
+        or nn.Module._call_impl is not _module_call_impl
+        or nn.functional.linear is not _functional_linear
+        or "__call__" in nn.Linear.__dict__
     )
 
 
@@ -41,6 +46,9 @@ def _plain_parameters(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
+        or "_call_impl" in module.__dict__
+        or "weight" in module.__dict__
+        or "bias" in module.__dict__
     ):
         return None
     parameters = module._parameters

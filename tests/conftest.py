@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # some tests use more threads than there are cores: do not spin
 import torch
 
 
