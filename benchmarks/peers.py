@@ -179,9 +179,13 @@ def check_agreement(candidates: list[Candidate]) -> None:
     """Raises RuntimeError unless all implementations give the same results, up to float32's rounding."""
     ours = candidates[0].results()
     for candidate in candidates[1:]:
-        for what, theirs in candidate.results().items():
+        results = candidate.results()
+        # A gradient that is 0 in exact arithmetic (one key) keeps the rounding of the terms that cancel, which are of
+        # the size of the other results.
+        size = max(theirs.abs().max().item() for theirs in results.values())
+        for what, theirs in results.items():
             error = (ours[what] - theirs).abs().max().item()
-            bound = 1e-3 * theirs.abs().max().item() + 1e-6
+            bound = 1e-3 * theirs.abs().max().item() + 4e-6 * size
             if not error <= bound:  # NaN fails as well
                 raise RuntimeError(
                     f"{candidates[0].problem.row.name}: expected {candidates[0].name} and {candidate.name} to agree, "
