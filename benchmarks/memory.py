@@ -49,28 +49,32 @@ def _measure(sender: Connection, row: Row, name: str, threads: int) -> None:
     candidate()
     (candidate,) = make_candidates(make_problem(row), only=name)
     candidate.prepare()
-    before = _reset_peak()
+    before = reset_peak()
     candidate()
-    sender.send(max(0, _peak() - before))
+    sender.send(max(0, peak() - before))
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Gives free pages back and returns the resident set's size, from which the peak now grows."""
     ctypes.CDLL(None).malloc_trim(0)
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
     except OSError:  # not allowed here: the peak so far is the inputs', little more
-        return _peak()
+        return peak()
     return _status("VmRSS")
 
 
-def _peak() -> int:
+def peak() -> int:
+    """Bytes of the largest resident set since reset_peak. The fallback also counts the process that started this one."""
     return _status("VmHWM") or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _status(field: str) -> int:
     """A field of /proc/self/status in bytes; 0 when it is not there."""
-    with open("/proc/self/status") as file:
-        found = re.search(rf"^{field}:\s+(\d+) kB", file.read(), re.MULTILINE)
+    try:
+        with open("/proc/self/status") as file:
+            found = re.search(rf"^{field}:\s+(\d+) kB", file.read(), re.MULTILINE)
+    except OSError:
+        return 0
     return 1024 * int(found.group(1)) if found else 0

@@ -27,16 +27,13 @@ FEATURES = {
     "dead rows": "key_lengths=torch.tensor([0]), uniform_dead_rows=True",
 }
 
-# Grows the peak only by what each call needs beyond all calls before it: the first to exceed is found, and so its kind.
 SCRIPT = """
-import json, resource, sys
+import json
 import torch, mha_ext
+from benchmarks.memory import peak, reset_peak
 
 L = {length}
 torch.set_num_threads(2)
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 def call(length, dtype=torch.float32, backward=True, **options):
     q, k, v = (torch.randn(1, 2, length, 8, dtype=dtype, requires_grad=backward) for _ in range(3))
@@ -52,9 +49,9 @@ def layer(length):
 call(300), layer(300)  # whatever is allocated once
 found = {{}}
 def measure(name, f):
-    before = peak()
+    before = reset_peak()
     f()
-    found[name] = peak() - before
+    found[name] = (peak() - before) / 2**20
 
 {calls}
 measure("layer", lambda: layer(L))
@@ -69,7 +66,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def growth() -> dict[str, float]:
-    """Megabytes by which each call raised the peak."""
+    """Megabytes that each call needed at its peak, beyond what was resident before it."""
     calls = "\n".join(f'measure("{name}", lambda: call(L, {options}))' for name, options in FEATURES.items())
     script = SCRIPT.format(length=LENGTH, calls=calls)
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900)
