@@ -2,6 +2,8 @@
 
 #include "outputs.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
+
 #include <algorithm>
 #include <initializer_list>
 #include <string_view>
@@ -137,6 +139,16 @@ Context check_query(const char* op, const Tensor& query) {
   return {op, query.scalar_type(), query.device()};
 }
 
+// The engine's scratch is a few times L * D elements: beyond this its size would overflow, whatever an expanded tensor
+// claims.
+void check_extent(const Context& c, const AttentionSizes& s) {
+  const auto number = [](const SymInt& n) { return static_cast<double>(n.maybe_as_int().value_or(1)); };
+  const double longest = std::max({number(s.q_len), number(s.kv_len), 64.0});
+  const double widest = std::max(number(s.head_dim), number(s.value_dim));
+  TORCH_CHECK_VALUE(longest * widest < 0x1p44, c.op, ": expected lengths times head size below 2^44, got ", longest,
+                    " times ", widest);
+}
+
 AttentionSizes check_heads(const Context& c, const Tensor& query, const Tensor& key, const Tensor& value) {
   check_kind(c, "key", key);
   check_kind(c, "value", value);
@@ -157,6 +169,7 @@ AttentionSizes check_heads(const Context& c, const Tensor& query, const Tensor& 
   const bool no_heads = s.heads.sym_eq(0).guard_or_false(__FILE__, __LINE__);
   TORCH_CHECK_VALUE(no_heads || (at_least(s.kv_heads, 1) && multiple_of(s.heads, s.kv_heads)), c.op,
                     ": expected query's number of heads to be a multiple of key's, got ", s.heads, " and ", s.kv_heads);
+  check_extent(c, s);
   return s;
 }
 
@@ -231,7 +244,21 @@ LayerSizes check_layer_sizes(const Context& c, const Tensor& query, const Tensor
   const auto value_dim = v_features / kv_heads;
   TORCH_CHECK_VALUE(equal(p.w_o.sym_size(1), value_dim * num_heads), c.op, ": expected w_o of ", value_dim * num_heads,
                     " input features (all heads), got shape ", p.w_o.sym_sizes());
-  return {{q[0], num_heads, kv_heads, q[1], k[1], head_dim, value_dim}, p.w_o.sym_size(0)};
+  LayerSizes sizes{{q[0], num_heads, kv_heads, q[1], k[1], head_dim, value_dim}, p.w_o.sym_size(0)};
+  check_extent(c, sizes.core);
+  return sizes;
+}
+
+// Without memory of its own that could be read: fake, functional, inside a transform.
+bool is_wrapper(const Tensor& tensor) { return tensor.key_set().has_any(at::kTensorSubclassLike); }
+
+template <typename T>
+void check_key_length_values(const char* op, const Tensor& key_lengths, int64_t kv_len) {
+  const auto lengths = key_lengths.accessor<T, 1>();
+  for (int64_t b = 0; b < lengths.size(0); ++b) {
+    TORCH_CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= kv_len, op, ": expected key_lengths between 0 and Lk = ", kv_len,
+                      ", got ", lengths[b], " at index ", b);
+  }
 }
 
 }  // namespace
@@ -306,19 +333,14 @@ LayerSizes check_layer_backward(const char* op, const Tensor& grad_output, const
   return sizes;
 }
 
-void check_key_length_values(const char* op, const Tensor& key_lengths, int64_t kv_len) {
-  const auto check = [&](const auto* lengths) {
-    const auto stride = key_lengths.stride(0);
-    for (int64_t b = 0; b < key_lengths.size(0); ++b) {
-      const int64_t length = lengths[b * stride];
-      TORCH_CHECK_VALUE(length >= 0 && length <= kv_len, op, ": expected key_lengths between 0 and Lk = ", kv_len,
-                        ", got ", length, " at index ", b);
-    }
-  };
-  if (key_lengths.scalar_type() == at::kInt) {
-    check(key_lengths.const_data_ptr<int32_t>());
+void check_key_length_values(const char* op, const OptionalTensor& key_lengths, const SymInt& kv_len) {
+  if (!given(key_lengths)) return;
+  const auto most = kv_len.maybe_as_int();
+  if (!most || !key_lengths->is_cpu() || is_wrapper(*key_lengths)) return;
+  if (key_lengths->scalar_type() == at::kInt) {
+    check_key_length_values<int32_t>(op, *key_lengths, *most);
   } else {
-    check(key_lengths.const_data_ptr<int64_t>());
+    check_key_length_values<int64_t>(op, *key_lengths, *most);
   }
 }
 

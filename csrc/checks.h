@@ -37,8 +37,8 @@ LayerSizes check_layer_backward(const char* op, const at::Tensor& grad_output,
                                 const LayerSaved& saved, int64_t num_heads, const AttentionOptions& options,
                                 bool self_attention, const LayerGradMask& output_mask);
 
-// The one check that reads elements: each of key_lengths (B,), a real tensor in the memory of the host, lies in
-// [0, kv_len].
-void check_key_length_values(const char* op, const at::Tensor& key_lengths, int64_t kv_len);
+// The one check that reads elements: each of key_lengths lies in [0, kv_len]. Nothing is checked where they are absent
+// or cannot be read here: on another device, in a meta or fake tensor, wrapped by a transform (vmap, grad).
+void check_key_length_values(const char* op, const std::optional<at::Tensor>& key_lengths, const c10::SymInt& kv_len);
 
 }  // namespace mha_ext

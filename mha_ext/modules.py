@@ -65,12 +65,29 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(x.size(0), x.size(1), heads, x.size(-1) // heads).transpose(1, 2)
 
 
-def _added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """mask * -1e9, less what is common to a row: that changes no softmax, but saves the scores of a row of nothing but
-    -1e9 from being rounded away."""
+def _seen_keys(
+    query: Tensor, key: Tensor, is_causal: bool, bottom_right: bool, key_lengths: Tensor | None
+) -> Tensor | None:
+    """What is_causal and key_lengths leave to be seen, broadcast to (B, 1, Lq, Lk); None: everything."""
+    keys = torch.arange(key.size(1), device=query.device)
+    seen: Tensor | None = None
+    if key_lengths is not None:
+        seen = keys < key_lengths.view(-1, 1, 1, 1)
+    if is_causal:
+        last = torch.arange(query.size(1), device=query.device) + (key.size(1) - query.size(1) if bottom_right else 0)
+        causal = keys <= last.unsqueeze(-1)
+        seen = causal if seen is None else seen & causal
+    return seen
+
+
+def _added_mask(mask: Tensor, dtype: torch.dtype, seen: Tensor | None) -> Tensor:
+    """mask * -1e9, less what is common to the seen keys of a row: that changes no softmax, but saves the scores of a row
+    of nothing but -1e9 from being rounded away."""
     mask = mask.to(dtype)
-    if mask.numel() > 0:
-        mask = mask - mask.amin(-1, keepdim=True)
+    if mask.size(-1) > 0:
+        least = mask if seen is None else torch.where(seen, mask, float("inf"))
+        least = least.amin(-1, keepdim=True)
+        mask = mask - least.masked_fill(least.isinf(), 0.0)
     return mask * -1e9
 
 
@@ -171,7 +188,8 @@ class MultiHeadAttention(nn.Module):
         """
         if mask is not None:
             if self.adds_mask:
-                added = _added_mask(mask, torch.float64 if query.dtype == torch.float64 else torch.float32)
+                seen = _seen_keys(query, key, is_causal, causal_bottom_right, key_lengths)
+                added = _added_mask(mask, torch.float64 if query.dtype == torch.float64 else torch.float32, seen)
                 bias = added if bias is None else bias + added
                 mask = None
             else:

@@ -77,6 +77,10 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+# The name that an operator's errors begin with: the layer's forward is part of multi_head_attention, which calls it.
+SPEAKS_AS = {op: op.removesuffix("_forward") for op in ARGUMENTS}
+
+
 @pytest.mark.parametrize("op", ARGUMENTS)
 def test_the_arguments_as_they_are_are_right(op):
     getattr(ops, op)(**ARGUMENTS[op]())
@@ -162,7 +166,7 @@ def test_a_wrong_tensor(op, name):
             arguments[name] = spoil(arguments[name])
         except (RuntimeError, IndexError):
             continue
-        with pytest.raises((TypeError, ValueError), match=rf"{op}: expected ") as caught:
+        with pytest.raises((TypeError, ValueError), match=rf"{SPEAKS_AS[op]}: expected ") as caught:
             getattr(ops, op)(**arguments)
         text = str(caught.value)
         assert ", got " in text and "\n" not in text, (way, text)
@@ -201,7 +205,7 @@ def test_a_wrong_tensor(op, name):
 )
 def test_a_wrong_option(op, name, value, error):
     arguments = {**ARGUMENTS[op](), name: value}
-    with pytest.raises(error, match=rf"{op}: expected .*{name}.*, got "):
+    with pytest.raises(error, match=rf"{SPEAKS_AS[op]}: expected .*{name}.*, got "):
         getattr(ops, op)(**arguments)
 
 
@@ -225,7 +229,7 @@ def test_heads_that_do_not_divide(heads, kv_heads):
     "op", ["multi_head_attention", "multi_head_attention_forward", "multi_head_attention_backward"]
 )
 def test_a_wrong_number_of_heads(op, num_heads):
-    with pytest.raises(ValueError, match=rf"{op}: expected "):
+    with pytest.raises(ValueError, match=rf"{SPEAKS_AS[op]}: expected "):
         getattr(ops, op)(**{**ARGUMENTS[op](), "num_heads": num_heads})
 
 
@@ -250,7 +254,7 @@ def test_backward_needs_the_seed_of_the_forward():
     for op in ("attention_backward", "multi_head_attention_backward"):
         arguments = ARGUMENTS[op]()
         arguments["seed"] = None
-        with pytest.raises(ValueError, match=rf"{op}: expected .*seed"):
+        with pytest.raises(ValueError, match=rf"{SPEAKS_AS[op]}: expected .*seed"):
             getattr(ops, op)(**arguments)
 
 

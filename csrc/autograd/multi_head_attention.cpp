@@ -1,6 +1,5 @@
 // One autograd node for a whole layer; see attention.cpp.
 #include "../composite/multi_head_attention.h"
-#include "../checks.h"
 #include "../composite/attention.h"
 #include "../flat_signatures.h"
 #include "saved_options.h"
@@ -88,8 +87,6 @@ TwoTensors multi_head_attention(const Tensor& query, const Tensor& key, const Te
     at::AutoDispatchBelowADInplaceOrView guard;
     return mha_ext::multi_head_attention(query, key, value, p, num_heads, options);
   }
-  check_layer("multi_head_attention", query, key, value, p, num_heads,
-              given);  // errors name the operator that was called
   const auto results = LayerFunction::apply(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o,
                                             options.bias, num_heads, options);
   return {results[0], results[1]};

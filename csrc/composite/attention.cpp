@@ -168,12 +168,6 @@ at::ScalarType compute_dtype(const Tensor& query, const OptionalTensor& bias) {
 // The same values, stored as (B, L, H, D).
 Tensor stored_by_length(const Tensor& heads) { return heads.transpose(1, 2).contiguous().transpose(1, 2); }
 
-void check_values(const char* op, const AttentionOptions& options, const SymInt& kv_len) {
-  if (!given(options.key_lengths) || !options.key_lengths->is_cpu()) return;
-  if (at::isTensorSubclassLike(*options.key_lengths)) return;
-  if (const auto length = kv_len.maybe_as_int()) check_key_length_values(op, *options.key_lengths, *length);
-}
-
 // x as an unsigned 32-bit number held in int64; every intermediate result stays below 2^63.
 constexpr int64_t kLow = 0xffffffff;
 
@@ -246,7 +240,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto s = check_attention("attention", query, key, value, given_options);
   const auto options = with_seed(given_options);
-  check_values("attention", options, s.kv_len);
+  check_key_length_values("attention", options.key_lengths, s.kv_len);
   const auto dtype = compute_dtype(query, options.bias);
 
   const auto soft = softmax(query.to(dtype), key.to(dtype), s, options);
@@ -305,7 +299,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
                                                               const AttentionOptions& options, bool need_bias_grad) {
   const auto s = check_attention_backward("attention_backward", grad_output, grad_weights, grad_logsumexp, saved,
                                           options, need_bias_grad);
-  check_values("attention_backward", options, s.kv_len);
+  check_key_length_values("attention_backward", options.key_lengths, s.kv_len);
   return attention_gradients(s, grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, options,
                              need_bias_grad);
 }

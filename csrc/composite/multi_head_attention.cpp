@@ -87,7 +87,8 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
                                                             const Projections& p, int64_t num_heads,
                                                             const AttentionOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto s = check_layer("multi_head_attention_forward", query, key, value, p, num_heads, options).core;
+  const auto s = check_layer("multi_head_attention", query, key, value, p, num_heads, options).core;
+  check_key_length_values("multi_head_attention", options.key_lengths, s.kv_len);
   const auto x = project(query, key, value, p);
   const auto [heads, weights, logsumexp] = composite::attention(x.q_heads(s), x.k_heads(s), x.v_heads(s), options);
   const auto context = merge_heads(heads);
@@ -99,6 +100,7 @@ std::tuple<Tensor, Tensor> multi_head_attention(const Tensor& query, const Tenso
                                                 const AttentionOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto s = check_layer("multi_head_attention", query, key, value, p, num_heads, options).core;
+  check_key_length_values("multi_head_attention", options.key_lengths, s.kv_len);
   const auto x = project(query, key, value, p);
   if (fused_core_agrees(x, s, options)) {
     return {at::linear(fused_core(x, s, options), p.w_o, p.b_o), at::empty({0}, query.options())};
@@ -116,6 +118,7 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   const auto s = check_layer_backward("multi_head_attention_backward", grad_output, grad_weights, query, key, value, p,
                                       saved, num_heads, options, self_attention, output_mask)
                      .core;
+  check_key_length_values("multi_head_attention_backward", options.key_lengths, s.kv_len);
   const auto x = project(query, key, value, p);
   const auto q = x.q_heads(s), k = x.k_heads(s), v = x.v_heads(s);
   LayerGrads grads;

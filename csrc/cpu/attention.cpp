@@ -63,11 +63,6 @@ struct Prepared {
 template <typename Params>
 Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const AttentionOptions& options) {
-  // Scratch is a few times L * D elements: beyond this its size would overflow, whatever an expanded tensor claims.
-  const double longest = static_cast<double>(std::max({query.size(2), key.size(2), int64_t{64}}));
-  const double widest = static_cast<double>(std::max(query.size(3), value.size(3)));
-  TORCH_CHECK_VALUE(longest * widest < 0x1p44, "attention: expected lengths times head size below 2^44, got ", longest,
-                    " times ", widest);
   Prepared<Params> prepared;
   Params& p = prepared.params;
   p.batch = query.size(0);
@@ -240,7 +235,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::Tensor& key,
                                                          const at::Tensor& value, const AttentionOptions& given) {
   const AttentionSizes sizes = check_attention("attention", query, key, value, given);
-  if (present(given.key_lengths)) check_key_length_values("attention", *given.key_lengths, key.size(2));
+  check_key_length_values("attention", given.key_lengths, key.size(2));
   const AttentionOptions options = composite::with_seed(given);
   const at::Tensor output = empty_output(sizes, query.options());
   const at::Tensor weights = empty_weights(sizes, options.need_weights, query.options());
@@ -255,9 +250,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
     bool need_bias_grad) {
   check_attention_backward("attention_backward", grad_output, grad_weights, grad_logsumexp, saved, options,
                            need_bias_grad);
-  if (present(options.key_lengths)) {
-    check_key_length_values("attention_backward", *options.key_lengths, saved.key.size(2));
-  }
+  check_key_length_values("attention_backward", options.key_lengths, saved.key.size(2));
   const at::Tensor grad_query = empty_heads_like(saved.query);
   const at::Tensor grad_key = empty_heads_like(saved.key);
   const at::Tensor grad_value = empty_heads_like(saved.value);

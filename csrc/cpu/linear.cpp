@@ -26,44 +26,55 @@ enum Product { kForward, kGradInput, kGradWeight, kProducts };
 using OneDnnLinear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                             at::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
 
-const std::optional<c10::TypedOperatorHandle<OneDnnLinear>>& onednn_linear() {
-  static const auto op = []() -> std::optional<c10::TypedOperatorHandle<OneDnnLinear>> {
-    const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-    if (!found || !at::globalContext().hasMKLDNN()) return std::nullopt;
-    return found->typed<OneDnnLinear>();
+// The same plus a third matrix (m, n).
+using OneDnnLinearPlus = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
+
+struct OneDnn {
+  c10::TypedOperatorHandle<OneDnnLinear> linear;
+  c10::TypedOperatorHandle<OneDnnLinearPlus> linear_plus;
+};
+
+const std::optional<OneDnn>& onednn() {
+  static const auto ops = []() -> std::optional<OneDnn> {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    const auto linear = dispatcher.findSchema({"mkldnn::_linear_pointwise", ""});
+    const auto linear_plus = dispatcher.findSchema({"mkldnn::_linear_pointwise", "binary"});
+    if (!linear || !linear_plus || !at::globalContext().hasMKLDNN()) return std::nullopt;
+    return OneDnn{linear->typed<OneDnnLinear>(), linear_plus->typed<OneDnnLinearPlus>()};
   }();
-  return op;
+  return ops;
 }
 
 Tensor onednn_product(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return onednn_linear()->call(x, w, b, "none", at::List<std::optional<at::Scalar>>(), "");
+  return onednn()->linear.call(x, w, b, "none", at::List<std::optional<at::Scalar>>(), "");
 }
 
-Tensor run(Product product, bool onednn, const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
+Tensor run(Product product, bool dnn, const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
   switch (product) {
-    case kForward: return onednn ? onednn_product(a, b, bias) : at::linear(a, b, bias);
-    case kGradInput: return onednn ? onednn_product(a, b.t(), std::nullopt) : at::mm(a, b);
-    default: return onednn ? onednn_product(a.t(), b.t(), std::nullopt) : at::mm(a.t(), b);
+    case kForward: return dnn ? onednn_product(a, b, bias) : at::linear(a, b, bias);
+    case kGradInput: return dnn ? onednn_product(a, b.t(), std::nullopt) : at::mm(a, b);
+    default: return dnn ? onednn_product(a.t(), b.t(), std::nullopt) : at::mm(a.t(), b);
   }
 }
 
-double best_seconds(Product product, bool onednn, const Tensor& a, const Tensor& b) {
-  double best = 1e9;
-  for (int i = 0; i < 4; ++i) {  // the first run also warms up
-    const auto start = std::chrono::steady_clock::now();
-    run(product, onednn, a, b, std::nullopt);
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  }
-  return best;
+double seconds(Product product, bool dnn, const Tensor& a, const Tensor& b) {
+  const auto start = std::chrono::steady_clock::now();
+  run(product, dnn, a, b, std::nullopt);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// oneDNN has to win by a fifth: near a tie the choice should not hang on noise, as results differ in the last bit.
+// Both in turns, some 10 milliseconds in all; the first turns also warm up. oneDNN has to win by a twentieth: at a tie
+// the choice should not hang on noise, as results differ in the last bit.
 bool measure_onednn(Product product) {
-  if (!onednn_linear()) return false;
-  const Tensor rows = at::ones({128, 512}), matrix = at::ones({512, 512});
-  const Tensor& other = product == kGradWeight ? rows : matrix;
+  if (!onednn()) return false;
+  const Tensor rows = at::ones({512, 512}), other = at::ones({512, 512});
+  double blas = 1e9, dnn = 1e9;
   try {
-    return best_seconds(product, true, rows, other) * 1.2 < best_seconds(product, false, rows, other);
+    for (int i = 0; i < 6; ++i) {
+      blas = std::min(blas, seconds(product, false, rows, other));
+      dnn = std::min(dnn, seconds(product, true, rows, other));
+    }
+    return dnn * 1.05 < blas;
   } catch (const c10::Error&) {
     return false;  // oneDNN refuses this machine
   }
@@ -73,8 +84,7 @@ bool choose_onednn(Product product) {
   static const std::array<bool, kProducts> choice = [] {
     const char* wish = std::getenv("MHA_EXT_LINEAR");
     if (wish && std::string_view(wish) == "blas") return std::array<bool, kProducts>{};
-    if (wish && std::string_view(wish) == "onednn" && onednn_linear())
-      return std::array<bool, kProducts>{true, true, true};
+    if (wish && std::string_view(wish) == "onednn" && onednn()) return std::array<bool, kProducts>{true, true, true};
     return std::array<bool, kProducts>{measure_onednn(kForward), measure_onednn(kGradInput),
                                        measure_onednn(kGradWeight)};
   }();
@@ -106,13 +116,13 @@ Tensor linear_grad_input(const Tensor& dy, const Tensor& w) {
   return like_rows(run(kGradInput, use_onednn(kGradInput, dy, w), rows_of(dy), w, std::nullopt), dy).contiguous();
 }
 
-void add_linear_grad_input(const Tensor& dy, const Tensor& w, const Tensor& into) {
-  if (into.numel() == 0) return;
-  if (use_onednn(kGradInput, dy, w)) {
-    into.add_(linear_grad_input(dy, w));
-  } else if (dy.numel() > 0) {
-    into.view({-1, into.size(-1)}).addmm_(rows_of(dy), w);
+Tensor add_linear_grad_input(const Tensor& sum, const Tensor& dy, const Tensor& w) {
+  if (sum.numel() == 0 || dy.numel() == 0) return sum;
+  if (!use_onednn(kGradInput, dy, w)) {
+    rows_of(sum).addmm_(rows_of(dy), w);
+    return sum;
   }
+  return onednn()->linear_plus.call(rows_of(dy), rows_of(sum), w.t(), std::nullopt, "add").view(sum.sizes());
 }
 
 Tensor linear_grad_weight(const Tensor& dy, const Tensor& x) {

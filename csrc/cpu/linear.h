@@ -16,8 +16,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<
 // dx = dy w: dy (..., out); returns (..., in).
 at::Tensor linear_grad_input(const at::Tensor& dy, const at::Tensor& w);
 
-// into += dy w
-void add_linear_grad_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& into);
+// sum + dy w, in sum's memory or in new: sum is given up.
+at::Tensor add_linear_grad_input(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& w);
 
 // dw = dy^T x, summed over all leading dimensions; returns (out, in).
 at::Tensor linear_grad_weight(const at::Tensor& dy, const at::Tensor& x);

@@ -22,12 +22,6 @@ Tensor heads_of(const Tensor& x, const c10::SymInt& heads, const c10::SymInt& di
   return x.view_symint({x.sym_size(0), x.sym_size(1), heads, dim}).transpose(1, 2);
 }
 
-void check_lengths(const char* op, const AttentionOptions& options, const Tensor& key) {
-  if (options.key_lengths.has_value() && options.key_lengths->defined()) {
-    check_key_length_values(op, *options.key_lengths, key.size(1));
-  }
-}
-
 bool hides_anything(const AttentionOptions& o) {
   const auto given = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); };
   return o.is_causal || given(o.mask) || given(o.bias) || given(o.key_lengths);
@@ -39,11 +33,13 @@ Tensor without_hidden_rows(const Tensor& dy, const Tensor& x, const AttentionOpt
   return x.masked_fill(dy.eq(0).all(-1, /*keepdim=*/true), 0);
 }
 
-std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query, const Tensor& key,
-                                             const Tensor& value, const Projections& p, int64_t num_heads,
-                                             const AttentionOptions& given) {
+// Also reached through multi_head_attention, whose autograd node calls it: its errors name that operator.
+std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Projections& p, int64_t num_heads,
+                                                            const AttentionOptions& given) {
+  const char* op = "multi_head_attention";
   const LayerSizes sizes = check_layer(op, query, key, value, p, num_heads, given);
-  check_lengths(op, given, key);
+  check_key_length_values(op, given.key_lengths, key.size(1));
   const AttentionOptions options = composite::with_seed(given);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
@@ -60,16 +56,10 @@ std::tuple<Tensor, LayerSaved> layer_forward(const char* op, const Tensor& query
   return {linear(saved.context, p.w_o, p.b_o), saved};
 }
 
-std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                            const Projections& projections, int64_t num_heads,
-                                                            const AttentionOptions& options) {
-  return layer_forward("multi_head_attention_forward", query, key, value, projections, num_heads, options);
-}
-
 std::tuple<Tensor, Tensor> multi_head_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                                 const Projections& projections, int64_t num_heads,
                                                 const AttentionOptions& options) {
-  auto [output, saved] = layer_forward("multi_head_attention", query, key, value, projections, num_heads, options);
+  auto [output, saved] = cpu::multi_head_attention_forward(query, key, value, projections, num_heads, options);
   return {output, saved.weights};
 }
 
@@ -81,7 +71,7 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   const char* op = "multi_head_attention_backward";
   const LayerSizes sizes = check_layer_backward(op, grad_output, grad_weights, query, key, value, p, saved, num_heads,
                                                 options, self_attention, wanted);
-  check_lengths(op, options, key);
+  check_key_length_values(op, options.key_lengths, key.size(1));
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
   LayerGrads grads;
@@ -119,7 +109,7 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
     }
     if (wanted[side.bias]) grads[side.bias] = linear_grad_bias(side.dy);
     if (self_attention && side.input != kQuery) {
-      if (wanted[kQuery]) add_linear_grad_input(side.dy, side.w, grads[kQuery]);
+      if (wanted[kQuery]) grads[kQuery] = add_linear_grad_input(grads[kQuery], side.dy, side.w);
     } else if (wanted[side.input]) {
       grads[side.input] = linear_grad_input(side.dy, side.w);
     }

@@ -38,7 +38,7 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
                                                             const Projections& projections, int64_t num_heads,
                                                             const AttentionOptions& options) {
   const auto [s, out_features] =
-      check_layer("multi_head_attention_forward", query, key, value, projections, num_heads, options);
+      check_layer("multi_head_attention", query, key, value, projections, num_heads, options);
   const auto tensor_options = query.options();
   return {empty_features(s.batch, s.q_len, out_features, tensor_options),
           {empty_features(s.batch, s.q_len, s.heads * s.head_dim, tensor_options),

@@ -16,8 +16,7 @@ struct Tile {
   int64_t key, keys;       // first column, columns
 };
 
-// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: apply bias and masks row by
-// row.
+// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: bias and masks row by row.
 enum class TileKind { empty, full, partial };
 
 // First key that length and causal limit hide from query i.
@@ -34,8 +33,8 @@ inline const uint8_t* mask_row(const View& mask, int64_t b, int64_t h, int64_t r
 inline int64_t count_visible(const uint8_t* row, int64_t stride, int64_t n) {
   int64_t visible = 0;
   if (stride == 1) {
-    for (int64_t begin = 0; begin < n;
-         begin += 128) {  // partial counts that fit a byte let the loop run on byte vectors
+    // Partial counts that fit a byte let the loop run on byte vectors.
+    for (int64_t begin = 0; begin < n; begin += 128) {
       uint8_t part = 0;
       for (int64_t j = begin; j < std::min(n, begin + 128); ++j) part += row[j] != 0;
       visible += part;
@@ -59,8 +58,8 @@ inline TileKind classify_mask(const View& mask, const Tile& t) {
 }
 
 inline TileKind classify(const AttentionParams& p, const Tile& t) {
-  const int64_t most =
-      visible_keys(p, t.batch, t.query + t.queries - 1);  // the last row sees the most, the first the least
+  // The last row sees the most, the first the least.
+  const int64_t most = visible_keys(p, t.batch, t.query + t.queries - 1);
   if (t.key >= most) return TileKind::empty;
   const TileKind by_mask = p.mask ? classify_mask(p.mask, t) : TileKind::full;
   if (by_mask != TileKind::full) return by_mask;
