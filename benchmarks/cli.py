@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from mha_ext.cli import CommandError, Parser, fail
+
 from . import machine, plots, report
 from .rows import ROWS, select
 
@@ -28,7 +30,10 @@ exit codes: 0 done; 1 a regression against --compare, or implementations that di
 def main(argv: list[str]) -> int:
     """Runs the command with the arguments after `bench`; returns its exit code."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    try:
+        arguments = parser.parse_args(argv)
+    except CommandError as error:
+        return fail(parser.prog, error)
     try:
         rows = select(arguments.rows)
         old = report.load(arguments.compare) if arguments.compare else None
@@ -63,14 +68,12 @@ def _finish(arguments: argparse.Namespace, new: dict, old: dict | None) -> int:
             arguments.json.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
         if arguments.plot:
             plots.plot(new, arguments.plot)
-        if arguments.markdown:
-            table = report.markdown(new, arguments.targets)
-            if arguments.markdown == "-":
-                print(table)
-            else:
-                report.replace_marked(Path(arguments.markdown), table)
+        if arguments.markdown not in (None, "-"):
+            report.replace_marked(Path(arguments.markdown), report.markdown(new, arguments.targets))
     except (ValueError, OSError) as error:
         return _fail(error)
+    if arguments.markdown == "-":
+        print(report.markdown(new, arguments.targets))
     if old is None:
         return 0
     regressions, notes = report.compare(old, new)
@@ -83,8 +86,8 @@ def _finish(arguments: argparse.Namespace, new: dict, old: dict | None) -> int:
     return 1 if regressions else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m mha_ext bench",
         description="Times mha_ext and its peers (the documents' class, scaled_dot_product_attention, "
         "nn.MultiheadAttention) in turns on this machine, float32.",
@@ -112,10 +115,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of threads >= 1, got {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of threads >= 1, got {text!r}")
+    return int(text)
 
 
 def _check_writable(arguments: argparse.Namespace) -> None:

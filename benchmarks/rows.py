@@ -92,10 +92,10 @@ class Row:
         """Size of one full matrix of scores, as unfused implementations store several of."""
         return float(FLOAT_BYTES) * self.batch * self.heads * self.q_len * self.kv_len
 
-    def small(self) -> Row:
-        """The same kind of work in a size that costs nothing: loads code, starts threads."""
-        q_len, kv_len, batch = min(self.q_len, 16), min(self.kv_len, 16), min(self.batch, 2)
-        lengths = tuple(min(length, kv_len) for length in self.key_lengths[:batch])
+    def small(self, length: int = 16) -> Row:
+        """The same kind of work in a size that costs little; the share of padding stays."""
+        q_len, kv_len, batch = min(self.q_len, length), min(self.kv_len, length), min(self.batch, 2)
+        lengths = tuple(max(1, live * kv_len // self.kv_len) for live in self.key_lengths[:batch])
         return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, key_lengths=lengths, layers=1)
 
 

@@ -1,15 +1,17 @@
-"""Named shapes and option sets, shared by tests and benchmarks, and the tensors that go with them."""
+"""Named shapes and option sets, those of the benchmark among them, and the tensors that go with them."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from benchmarks.rows import ROWS, Row
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -18,9 +20,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One use of attention: sizes and options. Kinds of masks, biases and layouts are keys of the tables below."""
+    """One use of attention: sizes and options. Kinds of masks, biases and layouts are keys of the tables below.
 
-    name: str
+    Cases that differ in their names only are equal.
+    """
+
+    name: str = field(compare=False)
     batch: int = 2
     heads: int = 2
     q_len: int = 16
@@ -31,7 +36,7 @@ class Case:
     mask: str = "none"
     bias: str = "none"
     causal: str = "none"  # "top_left" or "bottom_right"
-    key_lengths: bool = False
+    key_lengths: bool | tuple[int, ...] = False  # drawn, or one for each sequence
     dropout_p: float = 0.0
     scale: float | None = None
     need_weights: bool = False
@@ -44,6 +49,25 @@ class Case:
         if "dims" in row:
             names["head_dim"], names["value_dim"] = row["dims"]
         return Case("row", heads=4, **names)
+
+    @staticmethod
+    def of_benchmark(row: Row) -> Case:
+        """What a row of the benchmark attends to, with lengths cut to a little more than a tile of scores."""
+        row = row.small(length=270)
+        return Case(
+            row.name,
+            row.batch,
+            row.heads,
+            row.q_len,
+            row.kv_len,
+            row.head_dim,
+            row.kv_heads,
+            bias="plane_per_head" if row.bias else "none",
+            causal="top_left" if row.causal else "none",
+            key_lengths=row.key_lengths,
+            dropout_p=row.dropout,
+            need_weights=row.weights,
+        )
 
     def options(self) -> dict[str, Any]:
         """The options of the operator that are no tensors."""
@@ -195,7 +219,10 @@ def make(case: Case, dtype: torch.dtype = torch.float32, layout: str = "contiguo
     options["mask"] = make_mask(case.mask, shape, generator)
     options["bias"] = make_bias(case.bias, shape, dtype, generator)
     if case.key_lengths:
-        lengths = torch.randint(0, case.kv_len + 1, (case.batch,), generator=generator)
+        if isinstance(case.key_lengths, tuple):
+            lengths = torch.tensor(case.key_lengths)
+        else:
+            lengths = torch.randint(0, case.kv_len + 1, (case.batch,), generator=generator)
         options["key_lengths"] = lengths if seed % 2 else lengths.int()
     if case.dropout_p > 0:
         options["seed"] = torch.tensor(0x1234_5678_9ABC + seed)
@@ -210,6 +237,11 @@ def make(case: Case, dtype: torch.dtype = torch.float32, layout: str = "contiguo
             torch.float64 if dtype == torch.float64 else torch.float32
         ),
     )
+
+
+def benchmark(kind: Literal["layer", "core"]) -> list[Case]:
+    """The cases of the benchmark's rows of this kind, each once: forward and train, say, are one."""
+    return list(dict.fromkeys(Case.of_benchmark(row) for row in ROWS if row.kind == kind))
 
 
 def all_pairs(**factors: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 
 import mha_ext
 from tests import reference
-from tests.cases import BIASES, CAUSAL, DTYPES, LAYOUTS, MASKS, Case, all_pairs, make, row_id
+from tests.cases import BIASES, CAUSAL, DTYPES, LAYOUTS, MASKS, Case, all_pairs, benchmark, make, row_id
 from tests.checks import assert_as_good_as_plain, composite, isa_every, plain_attention
 
 attention = torch.ops.mha_ext.attention
@@ -78,6 +78,12 @@ def test_values_of_feature_combinations(row):
     results = attention(inputs.query, inputs.key, inputs.value, **inputs.options)
     check_form(inputs, results)
     check(inputs, results)
+
+
+@pytest.mark.parametrize("case", isa_every(4, benchmark("core")), ids=lambda case: case.name)
+def test_values_of_the_benchmark(case):
+    inputs = make(case, seed=1)
+    check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
 
 
 @pytest.mark.parametrize("length", BOUNDARIES)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import itertools
 import pickle
+from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -234,6 +238,21 @@ def test_from_numpy(dtype, kind):
     np.testing.assert_allclose(output.detach().numpy(), expected, atol=10 * tolerance)
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"key_lengths": torch.tensor([3, 5])}], ids=str)
+def test_from_numpy_beside_other_masks(options):
+    """A row whose seen keys are all masked is the softmax of their scores, whatever the keys it cannot see are."""
+    rng = np.random.default_rng(4)
+    matrices = rng.standard_normal((4, D_MODEL, D_MODEL)).astype(np.float32)
+    x = torch.from_numpy(rng.standard_normal((2, 6, D_MODEL)).astype(np.float32))
+    mask = torch.zeros(2, 1, 6, 6)
+    mask[..., 3, :5] = 1
+    exact = mha_ext.MultiHeadAttention.from_numpy(*matrices.astype(np.float64), num_heads=HEADS)
+    ours = mha_ext.MultiHeadAttention.from_numpy(*matrices, num_heads=HEADS)
+    expected = exact(*[x.double()] * 3, mask, **options)[1]
+    assert expected[:, :, 3].std() > 0.01
+    torch.testing.assert_close(ours(x, x, x, mask, **options)[1].double(), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_from_numpy_copies_and_checks():
     matrices = [np.asfortranarray(np.random.randn(8, 8)) for _ in range(4)]
     ours = mha_ext.MultiHeadAttention.from_numpy(*matrices, num_heads=2)
@@ -254,6 +273,16 @@ PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
 class Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
+
+
+class DoublingParameter(nn.Parameter):
+    """A tensor subclass with a linear function of its own, as quantised weights have one."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            return 2 * result if function is nn.functional.linear else result
 
 
 class Adapter(nn.Module):
@@ -322,6 +351,45 @@ def override_forward(module: nn.Module, name: str) -> None:
     linear.forward = lambda x: 2 * nn.functional.linear(x, linear.weight, linear.bias)
 
 
+def override_call_impl(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    linear._call_impl = lambda x: 2 * linear.forward(x)
+
+
+def shadow_weight(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    linear.__dict__["weight"] = 2 * linear.weight  # found before the parameter
+
+
+def shadow_bias(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    linear.__dict__["bias"] = 2 * linear.bias
+
+
+def freeze_weight(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    weight = 2 * linear.weight.detach()
+    del linear.weight
+    linear.register_buffer("weight", weight)
+
+
+def freeze_bias(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    bias = 2 * linear.bias.detach()
+    del linear.bias
+    linear.register_buffer("bias", bias)
+
+
+def subclass_weight(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    linear.weight = DoublingParameter(linear.weight.detach())
+
+
+def subclass_bias(module: nn.Module, name: str) -> None:
+    linear = getattr(module, name)
+    linear.bias = DoublingParameter(linear.bias.detach())
+
+
 CHANGES = (
     add_doubling_hook,
     add_doubling_pre_hook,
@@ -333,42 +401,96 @@ CHANGES = (
     replace_by_subclass,
     adapt,
     override_forward,
+    override_call_impl,
+    shadow_weight,
+    shadow_bias,
+    freeze_weight,
+    freeze_bias,
+    subclass_weight,
+    subclass_bias,
 )
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_projection_that_is_not_plain_is_called(change, name):
-    ours, document = pair()
+def replaced(owner: object, attribute: str) -> Callable[[nn.Linear], contextlib.AbstractContextManager]:
+    """The function that all modules are called by, replaced by one that doubles the results of one module."""
+
+    def replace(linear: nn.Linear) -> contextlib.AbstractContextManager:
+        original = getattr(owner, attribute)
+
+        def double(*args, **kwargs):
+            result = original(*args, **kwargs)
+            return 2 * result if any(x is linear or x is linear.weight for x in args) else result
+
+        return mock.patch.object(owner, attribute, double)
+
+    return replace
+
+
+def hooked(kind: str) -> Callable[[nn.Linear], contextlib.AbstractContextManager]:
+    """A hook for all modules that doubles what it is given of one module."""
+
+    def hook(linear: nn.Linear) -> contextlib.AbstractContextManager:
+        def double(module, *given):
+            if module is not linear:
+                return None
+            what = given[1 if kind == "forward" else 0]  # a forward hook changes the second, the output
+            return 2 * what if isinstance(what, Tensor) else tuple(2 * x for x in what)
+
+        return getattr(nn.modules.module, f"register_module_{kind}_hook")(double)
+
+    return hook
+
+
+# How the modules of a whole process may be called otherwise, until the returned context ends.
+REPLACEMENTS = {
+    "functional.linear": replaced(nn.functional, "linear"),
+    "Linear.forward": replaced(nn.Linear, "forward"),
+    "Linear.__call__": replaced(nn.Linear, "__call__"),
+    "Module.__call__": replaced(nn.Module, "__call__"),
+    "Module._call_impl": replaced(nn.Module, "_call_impl"),
+    **{f"{kind} hook": hooked(kind) for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")},
+}
+
+
+def assert_as_the_document(ours: nn.Module, document: nn.Module, change: Callable[[nn.Module], object]) -> None:
+    """Output, weights and gradients of both after the same change, which must have an effect."""
     tensors, mask = inputs(), mask_of("padding")
-    before = ours(*tensors, mask=mask)[0]
+    grads = (torch.randn(BATCH, LENGTH, D_MODEL), torch.randn(BATCH, HEADS, LENGTH, LENGTH))
+    before = results_and_gradients(ours, tensors, grads, mask=mask)
     for module in (ours, document):
-        change(module, name)
-    grads = (torch.randn_like(before), torch.randn(BATCH, HEADS, LENGTH, LENGTH))
+        change(module)
     found = results_and_gradients(ours, tensors, grads, mask=mask)
     expected = results_and_gradients(document, tensors, grads, mask=mask)
+    assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
-    if change not in (add_backward_hook, add_backward_pre_hook):
-        assert not torch.allclose(found["output"], before), "the change has no effect: the test shows nothing"
+    assert any(not torch.allclose(expected[key], before[key], atol=1e-4) for key in before.keys() & expected.keys()), (
+        "the change has no effect: the test shows nothing"
+    )
 
 
-def test_hooks_for_all_modules_are_called():
-    ours, _ = pair()
-    called = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: called.append(module))
-    try:
-        ours(*inputs())
-    finally:
-        handle.remove()
-    assert all(any(module is getattr(ours, name) for module in called) for name in PROJECTIONS)
-
-
-def test_a_replaced_linear_forward_is_called(monkeypatch):
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        pytest.param(change, name, id=f"{change.__name__}-{name}")
+        for change, name in itertools.product(CHANGES, PROJECTIONS)
+        if not (change in (shadow_bias, freeze_bias) and name == "W_k")  # a softmax does not feel a shift
+    ],
+)
+def test_a_projection_that_is_not_plain_is_called(change, name):
     ours, document = pair()
-    tensors = inputs()
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias))
-    torch.testing.assert_close(ours(*tensors)[0], document(*tensors)[0])
+    assert_as_the_document(ours, document, lambda module: change(module, name))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_a_replaced_way_to_call_modules_is_taken(replacement, name):
+    ours, document = pair()
+    with contextlib.ExitStack() as undone:
+        assert_as_the_document(
+            ours, document, lambda module: undone.enter_context(REPLACEMENTS[replacement](getattr(module, name)))
+        )
+    assert len(ours._plain_parameters()[0]) == 4
 
 
 def test_plain_projections_are_one_node():

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import mha_ext
-from tests import documents, reference
-from tests.cases import CAUSAL, DTYPES, all_pairs, make_bias, make_mask, row_id
+from tests import cases, documents, reference
+from tests.cases import CAUSAL, DTYPES, Case, all_pairs, benchmark, make_bias, make_mask, row_id
 from tests.checks import assert_as_good_as_plain, composite, isa_every, plain_multi_head_attention
 
 multi_head_attention = torch.ops.mha_ext.multi_head_attention
@@ -118,6 +118,17 @@ def make(row: dict[str, Any], seed: int = 0) -> Layer:
     return Layer(tensors, heads, options, normal(batch, q_len, out_width), grad_weights)
 
 
+def make_self_attention(case: Case) -> Layer:
+    """The layer that has a case inside: heads * head_dim features wide, one tensor as query, key and value."""
+    core = cases.make(case)
+    width = case.heads * case.head_dim
+    x, grad_output = torch.randn(2, case.batch, case.q_len, width)
+    weights = {f"w_{name}": torch.randn(width, width) / width**0.5 for name in "qkvo"}
+    biases = {f"b_{name}": torch.randn(width) for name in "qkvo"}
+    tensors = {"query": x, "key": x, "value": x, **weights, **biases}
+    return Layer(tensors, case.heads, core.options, grad_output, core.grad_weights)
+
+
 def gradients(results, layer: Layer, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     pairs = zip(results, (layer.grad_output, layer.grad_weights), strict=True)
     incoming = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
@@ -164,6 +175,14 @@ def check(layer: Layer, results, found: dict[str, Tensor]) -> None:
 def test_values_and_gradients_of_feature_combinations(row):
     torch.set_num_threads(row["threads"])
     layer = make(row)
+    leaves = {name: x.requires_grad_() for name, x in layer.leaves().items()}
+    results = multi_head_attention(*layer.arguments(), **layer.options)
+    check(layer, results, gradients(results, layer, leaves))
+
+
+@pytest.mark.parametrize("case", isa_every(4, benchmark("layer")), ids=lambda case: case.name)
+def test_values_and_gradients_of_the_benchmark(case):
+    layer = make_self_attention(case)
     leaves = {name: x.requires_grad_() for name, x in layer.leaves().items()}
     results = multi_head_attention(*layer.arguments(), **layer.options)
     check(layer, results, gradients(results, layer, leaves))
