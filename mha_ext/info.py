@@ -48,17 +48,21 @@ def info() -> Info:
 
 def main(argv: list[str]) -> int:
     """`python -m mha_ext info`: prints what `info` returns, a line each, or as JSON with --json."""
-    import argparse
     import json
 
-    parser = argparse.ArgumentParser(
+    from .cli import CommandError, Parser, fail
+
+    parser = Parser(
         prog="mha-ext info",
         description="Versions, the instruction set in use, who multiplies the matrices, and threads.",
         epilog="ATEN_CPU_CAPABILITY=avx2 or =default picks older instructions than the processor has; "
         "MHA_EXT_LINEAR=blas or =onednn picks the projections' library; OMP_NUM_THREADS sets the threads.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    as_json = parser.parse_args(argv).json
+    try:
+        as_json = parser.parse_args(argv).json
+    except CommandError as error:
+        return fail(parser.prog, error)
     found = info()
     if as_json:
         print(json.dumps(found, indent=2))

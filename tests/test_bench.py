@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks import peers, report
 from benchmarks.machine import Machine
 from benchmarks.rows import ROWS, Target, select
 from benchmarks.timing import in_turns, quartiles, ratios
+from mha_ext import cli
 from mha_ext.bench import main
 from tests import documents
 
@@ -147,12 +149,20 @@ def test_list_names_every_row(capsys):
     assert all(row.name in printed for row in ROWS)
 
 
+def test_reader_who_has_gone(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    assert cli.main(["bench", "--list"]) == 141
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--rows", "nothing"], "expected --rows to name rows (see --list), got 'nothing'"),
         (["--rows", ","], "expected --rows to name rows"),
-        (["--threads", "0"], "expected a number of threads >= 1, got 0"),
+        (["--threads", "0"], "expected a number of threads >= 1, got '0'"),
+        (["--threads", "two"], "expected a number of threads >= 1, got 'two'"),
         (["--compare", "absent.json"], "absent.json"),
         (["--compare", __file__], "to be a report of --json"),
         (["--json", "absent/new.json"], "expected a file in a folder that exists"),
@@ -161,8 +171,6 @@ def test_list_names_every_row(capsys):
     ],
 )
 def test_wrong_arguments_are_one_sentence(arguments, message, capsys):
-    try:
-        code = main(arguments)
-    except SystemExit as stop:  # argparse's way
-        code = stop.code
-    assert code == 2 and message in capsys.readouterr().err
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mha_ext import cli
 from mha_ext.train import checkpoint as checkpoints
 from mha_ext.train import report, run, sample
 from mha_ext.train.attention import ATTENTION_NAMES
@@ -70,6 +72,33 @@ def tiny_model(model: str, attention: str, characters: str = "abcdefgh .") -> Ch
     settings = Settings(model=model, attention=attention, context=24, d_model=16, heads=2, layers=2)
     torch.manual_seed(0)
     return checkpoints.build_model(settings, characters).eval()
+
+
+def fail_after(step: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises the error where the step after the given one would be made."""
+    original = Trainer.train_step
+
+    def failing(self: Trainer) -> object:
+        if self.step == step:
+            raise error
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", failing)
+
+
+def pipe_without_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """stdout becomes a pipe whose reader has gone, as after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+
+
+def edit_checkpoint(path: Path, where: tuple[object, ...], value: object) -> None:
+    whole = content = torch.load(path, weights_only=True)
+    for key in where[:-1]:
+        content = content[key]
+    content[where[-1]] = value
+    torch.save(whole, path)
 
 
 def environment() -> dict[str, str]:
@@ -205,21 +234,49 @@ def test_resumed_run_is_the_uninterrupted_one(
 
 def test_resume_after_a_crash_repeats_what_was_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train("--out", "whole") == 0
-    original = Trainer.train_step
-
-    def crashing(self: Trainer) -> object:
-        if self.step == 5:
-            raise ZeroDivisionError
-        return original(self)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", crashing)
+        fail_after(5, ZeroDivisionError(), patch)
         with pytest.raises(ZeroDivisionError):
             train("--out", "run", "--checkpoint-every", 2)
     assert checkpoints.load(Path("run/checkpoint.pt")).step == 4 and len(metrics("run")["step"]) == 5
     assert resume("--resume", "run") == 0
     assert metrics("run")["step"] == [1, 2, 3, 4, 5, 6]
     assert metrics("run")["loss"] == metrics("whole")["loss"]
+
+
+def test_run_that_saved_nothing_starts_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_after(2, ZeroDivisionError(), patch)
+        with pytest.raises(ZeroDivisionError):
+            train("--out", "run")
+    Path("run/.checkpoint.pt.123.tmp").write_bytes(b"half of it")  # as after `kill -9`
+    assert resume("--resume", "run") == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "got run, which holds none: start its run with --out run" in errors
+    assert train("--out", "run") == 0
+    assert metrics("run")["step"] == [1, 2, 3, 4, 5, 6]
+    assert not any(name.endswith(".tmp") for name in contents("run"))
+
+
+def test_one_run_at_a_time_in_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    descriptor = os.open("run", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert train("--out", "run") == 2
+    assert "expected no other run at work in run, got one" in capsys.readouterr().err
+    os.close(descriptor)
+    assert train("--out", "run") == 0
+
+
+def test_interrupted_before_the_first_checkpoint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_after(2, KeyboardInterrupt(), monkeypatch)
+    assert train("--out", "out") == 130
+    output = capsys.readouterr().out
+    assert "there is no checkpoint yet" in output and "start again with: python -m mha_ext train --out out" in output
 
 
 def test_resume_finds_the_latest_run_and_goes_further() -> None:
@@ -284,6 +341,61 @@ def test_failed_write_keeps_the_last_checkpoint(
     assert contents("out") == before
 
 
+def test_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_a_full_disk(self: report.Metrics, path: Path, kept: object) -> None:
+        self.path, self.rows, self.file = path, [], open("/dev/full", "a")
+
+    monkeypatch.setattr(report.Metrics, "__init__", on_a_full_disk)
+    assert train("--out", "out") == 2
+    assert capsys.readouterr().err == "python -m mha_ext train: cannot write out/metrics.csv: No space left on device\n"
+
+
+# A reader who has gone
+
+
+def test_reader_who_goes_stops_the_run_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--text", "text.txt", "--steps", "6", "--no-export", *SIZES]
+    assert main([*options, "--out", "whole"]) == 0
+    original = Trainer.train_step
+
+    with monkeypatch.context() as patch:
+
+        def leaving(self: Trainer) -> object:
+            if self.step == 3:
+                pipe_without_reader(patch)
+            return original(self)
+
+        patch.setattr(Trainer, "train_step", leaving)
+        assert cli.main(["train", *options, "--out", "parts"]) == 128 + signal.SIGPIPE
+    assert checkpoints.load(Path("parts/checkpoint.pt")).step == 4 and metrics("parts")["step"] == [1, 2, 3, 4]
+    assert resume("--resume", "parts") == 0
+    assert metrics("parts")["loss"] == metrics("whole")["loss"]
+
+
+def test_nobody_reads_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe_without_reader(monkeypatch)
+    options = ["--text", "text.txt", "--steps", "3", "--quiet", "--out", "out", *SIZES]
+    assert cli.main(["train", *options]) == 141
+    assert set(contents("out")) == {"checkpoint.pt", "metrics.csv", "sample.txt", "model.pt"}
+
+
+def test_reader_who_has_gone_sees_no_traceback() -> None:
+    variables = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [*COMMAND[:-1], "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+    )
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141 and errors == ""
+
+
+def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # Python's way of saying that the caller closed it
+    assert cli.main(["train", "--text", "text.txt", "--steps", "3", "--no-export", "--out", "out", *SIZES]) == 0
+    assert metrics("out")["step"] == [1, 2, 3]
+
+
 # What the user can get wrong
 
 
@@ -300,6 +412,9 @@ def write_bad_files() -> None:
     Path("folder").mkdir()
     Path("taken").mkdir()
     Path("taken/mine.txt").write_text("precious")
+    Path("notes").mkdir()
+    Path("notes/metrics.csv").write_text("ours,theirs\n1,2\n")
+    Path("loop").symlink_to("loop")
     Path("noise.pt").write_bytes(b"\x80\x02 not a checkpoint")
     torch.save({"weight": torch.ones(2)}, "other.pt")
 
@@ -314,7 +429,8 @@ ERRORS = [
     (["--text", "text.txt", "missing.txt"], "cannot read missing.txt"),
     (["--text", "folder"], "cannot read folder: Is a directory"),
     (["--text", "latin.txt"], "latin.txt is not UTF-8 text (byte 0xfc at 1)"),
-    (["--text", ""], "cannot read"),
+    (["--text", "loop"], "cannot read loop: Too many levels of symbolic links"),
+    (["--text", ""], "--text: expected the name of a file, got ''"),
     (["--text"], "expected at least one argument"),
     (["--context", 100_000], "too short for --context 100000"),
     (["--context", 1], "--context: expected at least 2, got 1"),
@@ -340,13 +456,20 @@ ERRORS = [
     (["--device", "meta"], "--device meta is not available"),
     (["--out", "text.txt"], "cannot make the folder text.txt"),
     (["--out", "text.txt/x"], "cannot make the folder text.txt/x"),
-    (["--out", "taken"], "taken is not empty"),
+    (["--out", "loop/x"], "cannot make the folder loop/x: Too many levels of symbolic links"),
+    (["--out", "taken"], "taken is not empty: name another --out\n"),
+    (["--out", "notes"], "notes is not empty: name another --out\n"),
     (["--resume"], "nothing to resume"),
     (["--resume", "nowhere"], "cannot read the checkpoint nowhere"),
-    (["--resume", "folder"], "cannot read the checkpoint folder"),
+    (["--resume", "loop"], "cannot read the checkpoint loop: Too many levels of symbolic links"),
+    (["--resume", "folder"], "got folder, which holds none: start its run with --out folder"),
+    (["--resume", "taken"], "got taken, which holds none: name a run's folder"),
+    (["--resume", "--out", "folder"], "got folder, which holds none"),
     (["--resume", "noise.pt"], "noise.pt is damaged or not a checkpoint"),
     (["--resume", "other.pt"], "other.pt is damaged or not a checkpoint"),
-    (["--lr", 1e30], "the loss became"),
+    (["--lr", 1e30], "at step 2: try a smaller --lr than 1e+30\n"),
+    (["--lr", 1e30, "--steps", 1], ": try a smaller --lr than 1e+30\n"),
+    (["--lr", 1e30, "--out", "out", "--checkpoint-every", 1], "the last checkpoint, out/checkpoint.pt, is as it was\n"),
 ]
 if not torch.cuda.is_available():
     ERRORS.append((["--device", "cuda"], "--device cuda is not available"))
@@ -359,17 +482,33 @@ def test_one_clear_sentence(options: list[object], message: str, capsys: pytest.
     errors = capsys.readouterr().err
     assert errors.startswith("python -m mha_ext train: ") and errors.count("\n") == 1 and message in errors
     assert Path("taken/mine.txt").read_text() == "precious"
+    assert Path("notes/metrics.csv").read_text() == "ours,theirs\n1,2\n"
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read and write everything")
-def test_no_permission(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("text.txt").chmod(0)
-    assert train() == 2
-    assert "cannot read text.txt: Permission denied" in capsys.readouterr().err
-    Path("text.txt").chmod(0o600)
-    Path("locked").mkdir(mode=0o500)
-    assert train("--out", "locked/out") == 2
-    assert "cannot make the folder locked/out: Permission denied" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("checkpoint.pt", "cannot read the checkpoint out/checkpoint.pt: Is a directory"),
+        ("metrics.csv", "cannot read out/metrics.csv: Is a directory"),
+        ("sample.txt", "cannot write out/sample.txt: Is a directory"),
+    ],
+)
+def test_folder_where_a_file_belongs(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stops root too, who may read and write every file."""
+    assert train("--out", "out") == 0
+    Path("out", name).unlink()
+    Path("out", name).mkdir()
+    assert resume("--resume", "out", "--steps", 8) == 2
+    assert capsys.readouterr().err == f"python -m mha_ext train: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["info", "--what"], ["bench", "--what"], ["train", "--what"], ["what"], ["--what"]]
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and errors.endswith(" --help lists the options)\n")
 
 
 @pytest.mark.parametrize(
@@ -404,6 +543,74 @@ def test_damaged_checkpoint(kept: int, capsys: pytest.CaptureFixture[str]) -> No
     assert resume("--resume", "out", "--steps", 8) == 2
     assert "is damaged" in capsys.readouterr().err
     assert contents("out") == before
+
+
+def test_export_is_not_a_checkpoint(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    torch.jit.script(tiny_model("decoder", "mha_ext")).save("model.pt")
+    recwarn.clear()
+    assert resume("--resume", "model.pt") == 2
+    assert "model.pt is damaged or not a checkpoint" in capsys.readouterr().err
+    assert not recwarn.list  # each would be two more lines
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (["step"], "x", "step: expected a whole number from 0 to 6, got 'x'"),
+        (["step"], -5, "step: expected a whole number from 0 to 6, got -5"),
+        (["step"], 7, "step: expected a whole number from 0 to 6, got 7"),
+        (["step"], 3, "its optimizer is not that of this model after step 3"),
+        (["format"], "another", "is damaged or not a checkpoint"),
+        (["surplus"], 1, "is damaged or not a checkpoint"),
+        (["settings"], {"d_model": 16}, "is damaged or not a checkpoint"),
+        (["settings", "context"], 24.0, "--context: expected a value of type int, got 24.0"),
+        (["settings", "layers"], True, "--layers: expected a value of type int, got True"),
+        (["settings", "text"], [None], "--text: expected names of files, got [None]"),
+        (["settings", "lr"], math.nan, "--lr: expected above 0 and finite, got nan"),
+        (["characters"], "abc", "is the checkpoint of another model"),
+        (["fingerprint"], None, "fingerprint: expected 64 hexadecimal digits, got None"),
+        (["model"], [], "model: expected tensors by name, got []"),
+        (["model", "norm.weight"], torch.ones(16, dtype=torch.float64), "is the checkpoint of another model"),
+        (["optimizer"], None, "optimizer: expected a state by name, got None"),
+        (["optimizer", "state", 0, "exp_avg"], torch.ones(2), "its optimizer is not that of this model"),
+        (["optimizer", "param_groups", 1, "betas"], "x", "its optimizer is not that of this model"),
+    ],
+    ids=join_options,
+)
+def test_edited_checkpoint(
+    where: list[object], value: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--out", "out") == 0
+    edit_checkpoint(Path("out/checkpoint.pt"), tuple(where), value)
+    before = contents("out")
+    assert resume("--resume", "out", "--steps", 8) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "out/checkpoint.pt" in errors and message in errors
+    assert contents("out") == before
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"\xff\x00" * 9, b"my notes\n1,2,3,4,5,6,7\n", None])
+def test_metrics_that_are_something_else(content: bytes | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "out") == 0
+    path = Path("out/metrics.csv")
+    path.write_bytes(path.read_bytes() + b"a remark\n" if content is None else content)
+    before = contents("out")
+    assert resume("--resume", "out", "--steps", 8) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and f"in line {8 if content is None else 1}: move the file away" in errors
+    assert contents("out") == before
+    path.rename("kept.csv")
+    assert resume("--resume", "out", "--steps", 8) == 0
+    assert metrics("out")["step"] == [7, 8]
+
+
+@pytest.mark.parametrize("end", ["", "\n7,2.9"])
+def test_metrics_that_a_full_disk_cut_off(end: str) -> None:
+    assert train("--out", "out") == 0
+    path = Path("out/metrics.csv")
+    path.write_text(path.read_text().rstrip() + end)
+    assert resume("--resume", "out", "--steps", 8) == 0
+    assert metrics("out")["step"] == list(range(1, 9))
 
 
 def test_checkpoint_with_weights_of_another_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,25 @@
-"""Checkpoints and where runs live on disk. A file is either the old one or the new one whole, never half of each."""
+"""Checkpoints. A file is either the old one or the new one whole, never half of each."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import os
+import re
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from .errors import TrainError
+from .errors import TrainError, shown
 from .model import CharacterModel, Decoder
 from .seq2seq import Seq2Seq
 from .settings import SETTING_NAMES, Settings
 
-RUNS = Path("runs")
 CHECKPOINT = "checkpoint.pt"
 FORMAT = "mha_ext train checkpoint 1"
 
@@ -63,15 +65,41 @@ def load(path: Path) -> Checkpoint:
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
     try:
-        fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        if fields.pop("format") != FORMAT:
-            raise ValueError
-        settings = {name: value for name, value in fields.pop("settings").items() if name in SETTING_NAMES}
-        checkpoint = Checkpoint(Settings(**settings), **fields)
-        checkpoint.settings.check()
-        return checkpoint
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as the one about a TorchScript file, which is no checkpoint either
+            fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if fields.pop("format") != FORMAT:
+                raise ValueError
+            settings = fields.pop("settings")
+            checkpoint = Checkpoint(Settings(**{name: settings[name] for name in SETTING_NAMES}), **fields)
     except Exception:  # torch.load raises many kinds for a file that is damaged or something else
         raise TrainError(f"{path} is damaged or not a checkpoint of `python -m mha_ext train`") from None
+    check(checkpoint, path)
+    return checkpoint
+
+
+def check(checkpoint: Checkpoint, path: Path) -> None:
+    """Raises TrainError for a field that no run has saved; `restore` compares states with the model."""
+    c = checkpoint
+    try:
+        c.settings.check()
+    except TrainError as error:
+        raise TrainError(f"{path} is damaged: {error}") from None
+    steps = c.settings.steps
+    rules = [
+        ("step", f"a whole number from 0 to {steps}", type(c.step) is int and 0 <= c.step <= steps),
+        ("characters", "a string", isinstance(c.characters, str)),
+        ("fingerprint", "64 hexadecimal digits", re.fullmatch("[0-9a-f]{64}", str(c.fingerprint))),
+        ("model", "tensors by name", isinstance(c.model, dict) and all(map(is_named_tensor, c.model.items()))),
+        ("optimizer", "a state by name", isinstance(c.optimizer, dict)),
+    ]
+    for name, rule, holds in rules:
+        if not holds:
+            raise TrainError(f"{path} is damaged: {name}: expected {rule}, got {shown(getattr(c, name))}")
+
+
+def is_named_tensor(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def build_model(settings: Settings, characters: str) -> CharacterModel:
@@ -88,49 +116,52 @@ def build_model(settings: Settings, characters: str) -> CharacterModel:
     )
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, path: Path) -> None:
+def restore(model: CharacterModel, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, path: Path) -> None:
+    """Brings model and optimizer to where the checkpoint was saved."""
+    if not loads(restore_model, model, checkpoint):
+        raise TrainError(f"{path} is the checkpoint of another model than its settings describe")
+    if not loads(restore_optimizer, optimizer, checkpoint):
+        raise TrainError(f"{path} is damaged: its optimizer is not that of this model after step {checkpoint.step}")
+
+
+def loads(restore_part: Callable[[Any, Checkpoint], bool], part: object, checkpoint: Checkpoint) -> bool:
     try:
-        model.load_state_dict(checkpoint.model)
-        optimizer.load_state_dict(checkpoint.optimizer)
-    except (RuntimeError, ValueError, KeyError, TypeError):
-        raise TrainError(f"{path} is the checkpoint of another model than its settings describe") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return restore_part(part, checkpoint)
+    except Exception:  # PyTorch warns of and raises many kinds of things for a state that does not fit
+        return False
 
 
-def find_checkpoint(where: str, out: str | None) -> Path:
-    """What `--resume [PATH]` names: a checkpoint, a run's folder, or without PATH the run in --out or the latest."""
-    if where or out:
-        path = Path(where or str(out))
-        return path / CHECKPOINT if path.is_dir() else path
-    found = list(RUNS.glob(f"*/{CHECKPOINT}"))
-    if not found:
-        raise TrainError(f"there is nothing to resume in {RUNS}/: name a run's folder, --resume PATH")
-    return max(found, key=lambda path: path.stat().st_mtime)
+def restore_model(model: CharacterModel, checkpoint: Checkpoint) -> bool:
+    """False when the checkpoint is another model's; a tensor of another dtype would be cast without a word."""
+    model.load_state_dict(checkpoint.model)
+    same_types = all(checkpoint.model[name].dtype == value.dtype for name, value in model.state_dict().items())
+    return same_types and checkpoint.characters == "".join(model.characters)
 
 
-def create_run_folder(out: str | None, settings: Settings) -> Path:
-    """A folder that held no run before: `out`, or runs/MODEL-ATTENTION-N with the first free N."""
-    if out is not None:
-        folder = Path(out)
-        make_folder(folder, exist_ok=True)
-        if any(folder.iterdir()):
-            raise TrainError(f"{folder} is not empty: name another --out, or --resume {folder} to go on with its run")
-        return folder
-    number = 1
-    while True:
-        folder = RUNS / f"{settings.model}-{settings.attention}-{number}"
-        if make_folder(folder, exist_ok=False):
-            return folder
-        number += 1
+def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> bool:
+    """False when the state is not that of this optimizer, which PyTorch would only notice in its next step."""
+    expected = [hyperparameters(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(checkpoint.optimizer)
+    for group, own in zip(optimizer.param_groups, expected, strict=True):
+        group.update({name: own[name] for name in ("lr", "foreach", "fused")})  # set by each step, and by the device
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        [hyperparameters(group) for group in optimizer.param_groups] == expected
+        and all(is_state_of(p, optimizer.state[p], checkpoint.step) for p in parameters)
+        and len(optimizer.state) == len(parameters)
+    )
 
 
-def make_folder(folder: Path, exist_ok: bool) -> bool:
-    """Creates `folder`; False when it exists and must not."""
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-        return True
-    except FileExistsError:
-        if not exist_ok and folder.is_dir():
-            return False
-        raise TrainError(f"cannot make the folder {folder}: a file has that name") from None
-    except OSError as error:
-        raise TrainError(f"cannot make the folder {folder}: {error.strerror or error}") from None
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def is_state_of(parameter: Tensor, state: dict[str, Any], step: int) -> bool:
+    """Whether AdamW has this state of the parameter after that many steps."""
+    if step == 0:
+        return not state
+    shapes = {name: value.shape for name, value in state.items()}
+    expected = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    return shapes == expected and state["step"].item() == step

@@ -6,14 +6,16 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from ..cli import CommandError, Parser, fail
 from .attention import ATTENTION_NAMES
-from .checkpoint import CHECKPOINT, Checkpoint, build_model, create_run_folder, find_checkpoint, load, restore
+from .checkpoint import Checkpoint, build_model, load, restore
 from .data import Windows, fingerprint, read_text
 from .errors import TrainError
+from .folder import choose_folder, claimed, find_checkpoint
 from .loop import Trainer, make_optimizer
 from .report import Row, read_metrics
 from .run import METRICS, PROGRAM, Run
@@ -39,12 +41,7 @@ examples:
       goes on where that run stopped, up to step 2000
 
 A run writes into a folder of its own: checkpoint.pt, metrics.csv, curve.png, sample.txt, and the exported model.pt.
-Ctrl-C saves first. Exit code 0: done, 2: something to put right, 130: stopped."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise TrainError(f"{message} ({PROGRAM} --help lists the options)")
+Ctrl-C saves first. Exit code 0: done, 2: something to put right, 130: stopped, 141: nobody reads the output."""
 
 
 def make_parser() -> Parser:
@@ -114,9 +111,8 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
     try:
         return run(vars(make_parser().parse_args(argv)))
-    except TrainError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 2
+    except CommandError as error:
+        return fail(PROGRAM, error)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -155,7 +151,9 @@ def run(options: dict[str, Any]) -> int:
     step = checkpoint.step if checkpoint else 0
     trainer = Trainer(settings, model, optimizer, data, device, step)
     folder = choose_folder(options.get("out"), settings, resumed_from)
-    return Run(settings, folder, model, trainer, text, "quiet" in options, "no_export" not in options).execute(kept)
+    quiet, with_export = "quiet" in options, "no_export" not in options
+    with claimed(folder):
+        return Run(settings, folder, model, trainer, text, quiet, with_export).execute(kept)
 
 
 def merge(options: dict[str, Any], checkpoint: Checkpoint | None, path: Path | None) -> Settings:
@@ -180,12 +178,3 @@ def make_data(settings: Settings, text: str) -> Windows | LinePairs:
     if settings.model == "seq2seq":
         return LinePairs(text, settings.context, settings.batch_size, settings.seed)
     return Windows(text, settings.context, settings.batch_size, settings.seed)
-
-
-def choose_folder(out: str | None, settings: Settings, resumed_from: Path | None) -> Path:
-    """The run's own folder when it goes on in place, a new one otherwise."""
-    if resumed_from is not None and resumed_from.name == CHECKPOINT:
-        folder = resumed_from.parent
-        if out is None or Path(out).absolute() == folder.absolute():
-            return folder
-    return create_run_folder(out, settings)

@@ -52,6 +52,8 @@ def read_text(paths: Sequence[str]) -> str:
 
 
 def read_file(path: str) -> str:
+    if not path:  # to the system an empty name is the folder at hand
+        raise TrainError("--text: expected the name of a file, got ''")
     try:
         return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

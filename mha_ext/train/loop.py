@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .data import Batch, Windows, step_seed
-from .errors import TrainError
+from .errors import Diverged
 from .model import UNKNOWN
 from .report import Metrics, Progress, Row, bits, duration, median
 from .seq2seq import LinePairs
@@ -50,7 +50,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def evaluate(model: nn.Module, data: Windows | LinePairs, device: torch.device) -> float:
-    """Bits per character on the held-out part."""
+    """Bits per character on the held-out part, nan when it holds nothing to score."""
     model.eval()
     total, tokens = 0.0, 0
     with torch.no_grad():
@@ -58,6 +58,8 @@ def evaluate(model: nn.Module, data: Windows | LinePairs, device: torch.device) 
             total += loss_sum(model, batch.to(device)).item()
             tokens += batch.tokens
     model.train()
+    if not math.isfinite(total):
+        raise Diverged(f"the loss on held-out text became {total}")
     return bits(total / tokens) if tokens else math.nan
 
 
@@ -108,10 +110,7 @@ class Trainer:
         loss = loss_sum(self.model, batch) / batch.tokens
         value = loss.item()
         if not math.isfinite(value):
-            raise TrainError(
-                f"the loss became {value} at step {self.step + 1}: try a smaller --lr than {self.settings.lr:g}; "
-                "the last checkpoint is intact"
-            )
+            raise Diverged(f"the loss became {value} at step {self.step + 1}")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)

@@ -6,14 +6,16 @@ import io
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from .checkpoint import write_atomically
-from .errors import TrainError
+from .errors import TrainError, shown
 
 LOG_LINES = 20  # in a log that is not a terminal
 
@@ -35,9 +37,11 @@ def say(*lines: str) -> None:
 
 
 def write(text: str) -> None:
-    """Prints at once. A reader who has gone (`| head`, a closed terminal) does not end the run."""
+    """Prints at once. Output that cannot be written (a full disk, a closed terminal) does not end the run."""
     try:
         print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader has gone (`| head`): nobody waits for the rest
+        raise
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -61,18 +65,25 @@ class Progress:
             done = round(room * step / self.steps)
             bar = f"[{'#' * done}{'.' * (room - done)}]  " if room >= 10 else ""
             line = f"{count}  {bar}{numbers}"[:columns]
-            write("\r" + line.ljust(self.width))
+            self.show("\r" + line.ljust(self.width))
             self.width = len(line)
         elif not self.quiet and (step == 1 or step % max(1, self.steps // LOG_LINES) == 0):
-            say(f"{count}  {numbers}")
+            self.show(f"{count}  {numbers}\n")
 
     def note(self, text: str) -> None:
         """A line that stays."""
         if self.live and self.width:
-            write("\r" + " " * self.width + "\r")
+            self.show("\r" + " " * self.width + "\r")
             self.width = 0
         if not self.quiet:
-            say(text)
+            self.show(text + "\n")
+
+    def show(self, text: str) -> None:
+        """Prints until the reader has gone; SIGPIPE has then asked for a stop, and the step at hand is still saved."""
+        try:
+            write(text)
+        except BrokenPipeError:
+            self.quiet, self.live = True, False
 
 
 @dataclass
@@ -88,6 +99,10 @@ class Row:
     held_out_bits: float | None = None  # None: not evaluated after this step
 
 
+HEADER = ",".join(f.name for f in fields(Row))
+HALF_ROW = re.compile(r"\d[\d.e+\-naif]*(,[\d.e+\-naif]*){0,5}")  # what a full disk leaves of a row of 7 numbers
+
+
 class Metrics:
     """metrics.csv: a row per step, on the disk as soon as the step is done."""
 
@@ -95,8 +110,7 @@ class Metrics:
         """Starts the file with `kept`, the rows of the steps before."""
         self.path = path
         self.rows = list(kept)
-        header = ",".join(f.name for f in fields(Row))
-        write_atomically(path, "\n".join([header, *map(format_row, kept), ""]).encode())
+        write_atomically(path, "\n".join([HEADER, *map(format_row, kept), ""]).encode())
         self.file = open(path, "a", encoding="utf-8")
 
     def add(self, row: Row) -> None:
@@ -108,7 +122,8 @@ class Metrics:
             raise TrainError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # it tries once more to write what add() could not, and said so
+            self.file.close()
 
 
 def format_row(row: Row) -> str:
@@ -116,19 +131,36 @@ def format_row(row: Row) -> str:
 
 
 def read_metrics(path: Path, last_step: int) -> list[Row]:
-    """The rows up to `last_step`; none when the file is not there or holds something else."""
-    rows: list[Row] = []
+    """The rows up to `last_step`; none when there is no file. One that holds something else is the user's to move."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[1:]
-        for line in lines:
-            step, loss, bit, tokens, speed, rate, held_out = line.split(",")
-            row = Row(int(step), float(loss), float(bit), int(tokens), float(speed), float(rate))
-            row.held_out_bits = float(held_out) if held_out else None
-            if row.step <= last_step:
-                rows.append(row)
-    except (OSError, ValueError):
-        pass
-    return rows
+        text = path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise TrainError(f"cannot read {path}: {error.strerror or error}") from None
+    *lines, last = text.replace("\r\n", "\n").split("\n")
+    if last and not (lines and HALF_ROW.fullmatch(last)):
+        lines.append(last)
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if number > 1:
+                rows.append(parse_row(line))
+            elif line != HEADER:
+                raise ValueError
+        except ValueError:
+            raise TrainError(
+                f"{path}: expected the numbers of this run, got {shown(line)} in line {number}: "
+                "move the file away to go on without it"
+            ) from None
+    return [row for row in rows if row.step <= last_step]
+
+
+def parse_row(line: str) -> Row:
+    step, loss, bit, tokens, speed, rate, held_out = line.split(",")
+    row = Row(int(step), float(loss), float(bit), int(tokens), float(speed), float(rate))
+    row.held_out_bits = float(held_out) if held_out else None
+    return row
 
 
 def median(values: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ import torch
 
 from .checkpoint import CHECKPOINT, Checkpoint, save, write_atomically
 from .data import Windows, fingerprint
+from .errors import Diverged, TrainError
 from .export import compare, export
 from .loop import Trainer, evaluate
 from .model import CharacterModel, Decoder
@@ -54,8 +55,11 @@ class Run:
             self.finish()
             return 0
         except KeyboardInterrupt:  # a second one, or one after the last step
-            say("", "stopped at once; the last checkpoint is as it was", self.go_on())
+            say("", f"stopped at once; {self.saved() or 'there is no checkpoint yet'}", self.go_on())
             return 130
+        except Diverged as error:
+            advice = [f"try a smaller --lr than {self.settings.lr:g}", self.saved()]
+            raise TrainError(f"{error}: {'; '.join(filter(None, advice))}") from None
         finally:
             self.metrics.close()
 
@@ -71,6 +75,11 @@ class Run:
             optimizer=trainer.optimizer.state_dict(),
         )
         save(self.folder / CHECKPOINT, checkpoint)
+
+    def saved(self) -> str:
+        """What is true of the last checkpoint whatever happened since; nothing when there is none."""
+        path = self.folder / CHECKPOINT
+        return f"the last checkpoint, {path}, is as it was" if path.exists() else ""
 
     def title(self) -> str:
         return f"{self.settings.model}, attention {self.settings.attention}"
@@ -94,10 +103,11 @@ class Run:
         ]
 
     def go_on(self) -> str:
-        return f"go on with: {PROGRAM} --resume {shlex.quote(str(self.folder))}"
+        how, option = ("go on", "--resume") if self.saved() else ("start again", "--out")
+        return f"{how} with: {PROGRAM} {option} {shlex.quote(str(self.folder))}"
 
     def finish(self) -> None:
-        """Curve, sample, export, summary."""
+        """Curve, sample, export; then the summary, so that the files are there even if nobody reads it."""
         s, folder, data = self.settings, self.folder, self.trainer.data
         files = [(CHECKPOINT, f"to go on: --resume {shlex.quote(str(folder))} --steps N"), (METRICS, "a row per step")]
         notes: list[str] = []
@@ -110,8 +120,6 @@ class Run:
         sample = self.sample()
         write_atomically(folder / SAMPLE, (sample + "\n").encode())
         files.append((SAMPLE, "what the model writes"))
-        if not self.quiet:
-            say("", *("  | " + line for line in sample.splitlines()), "")
 
         checked = "left out (--no-export)"
         if self.with_export:
@@ -119,6 +127,8 @@ class Run:
             difference, largest = compare(self.model, folder / EXPORT, next(data.held_out_batches()).first(8))
             checked = f"loaded again; logits up to {largest:.3g} differ from eager by at most {difference:.2g}"
             files.append((EXPORT, "TorchScript with its vocabulary: torch.jit.load, or torch::jit::load in C++"))
+        if not self.quiet:
+            say("", *("  | " + line for line in sample.splitlines()), "")
         say(*self.summary(checked), *(f"  {name:<14} {meaning}" for name, meaning in files), *notes)
 
     def sample(self) -> str:

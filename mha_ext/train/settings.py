@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from .attention import ATTENTION_NAMES
-from .errors import TrainError
+from .errors import TrainError, shown
 
 MODEL_NAMES = ("decoder", "seq2seq")
+
+# annotation of a setting -> the types of its values; no subclasses, so that True is no number
+TYPES = {"str": [str], "list[str]": [list], "int": [int], "float": [float, int], "int | None": [int, type(None)]}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,10 @@ class Settings:
     device: str = "cpu"
 
     def check(self) -> None:
-        """Raises TrainError for a value that no run can have."""
+        """Raises TrainError for a value that no run can have; one from a checkpoint may be of any type."""
+        for f in fields(self):
+            self._check_rule(f.name, f"a value of type {f.type}", type(getattr(self, f.name)) in TYPES[str(f.type)])
+        self._check_rule("text", "names of files", all(type(name) is str for name in self.text))
         self._check_choice("model", MODEL_NAMES)
         self._check_choice("attention", ATTENTION_NAMES)
         for name in ("d_model", "heads", "layers", "steps", "batch_size", "eval_every", "checkpoint_every"):
@@ -58,7 +64,7 @@ class Settings:
 
     def _check_rule(self, name: str, rule: str, holds: bool) -> None:
         if not holds:
-            raise TrainError(f"{option(name)}: expected {rule}, got {getattr(self, name)}")
+            raise TrainError(f"{option(name)}: expected {rule}, got {shown(getattr(self, name))}")
 
     def torch_device(self) -> torch.device:
         """The device, after putting a tensor there and reading it back."""

@@ -1,4 +1,7 @@
-"""Ctrl-C and its relatives, turned into a wish that the training loop grants after the step at hand."""
+"""Ctrl-C and its relatives, turned into a wish that the training loop grants after the step at hand.
+
+SIGPIPE, which comes when the reader of the output has gone (`| head`), is one of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import signal
 import threading
 from types import FrameType
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE") if hasattr(signal, name)]
 
 
 class StopRequest:
