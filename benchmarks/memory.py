@@ -66,7 +66,7 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """Bytes of the largest resident set since reset_peak. The fallback also counts the process that started this one."""
+    """Bytes of the largest resident set since reset_peak. The fallback counts the starting process too."""
     return _status("VmHWM") or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

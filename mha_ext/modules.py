@@ -81,8 +81,8 @@ def _seen_keys(
 
 
 def _added_mask(mask: Tensor, dtype: torch.dtype, seen: Tensor | None) -> Tensor:
-    """mask * -1e9, less what is common to the seen keys of a row: that changes no softmax, but saves the scores of a row
-    of nothing but -1e9 from being rounded away."""
+    """mask * -1e9, less what the seen keys of a row have in common: that changes no softmax, but saves the scores of a
+    row of nothing but -1e9 from being rounded away."""
     mask = mask.to(dtype)
     if mask.size(-1) > 0:
         least = mask if seen is None else torch.where(seen, mask, float("inf"))

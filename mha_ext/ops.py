@@ -9,8 +9,8 @@ Options that all operators share:
     bias                floating, broadcasts to (B, H, Lq, Lk); added to the scaled scores, -inf hides
     is_causal           query i sees keys j <= i
     causal_bottom_right with is_causal: query i sees keys j <= i + Lk - Lq
-    key_lengths         int32 or int64 (B,): keys j >= key_lengths[b] are hidden; from 0 to Lk (inside vmap, grad and other
-                        transforms that is not checked: less hides every key, more hides none)
+    key_lengths         int32 or int64 (B,): keys j >= key_lengths[b] are hidden; 0 to Lk (not checked inside vmap, grad
+                        and other transforms: less hides every key, more hides none)
     dropout_p, seed     probability of dropping a weight, and an int64 scalar that decides which; drawn when absent
     scale               factor of the scores, 1 / sqrt(D) when absent
     uniform_dead_rows   a query that sees no key takes the mean of all values instead of 0

@@ -18,6 +18,7 @@ SHAPES = [
     Case("one head", batch=1, heads=1, q_len=700, kv_len=900, head_dim=16),
     Case("one query", batch=1, heads=2, q_len=1, kv_len=2000, head_dim=16),
     Case("one key block", batch=1, heads=2, q_len=1000, kv_len=20, head_dim=16),
+    Case("decoding", batch=2, heads=4, kv_heads=1, q_len=1, kv_len=1600, head_dim=64, key_lengths=True),
     Case("many heads", batch=3, heads=5, q_len=70, kv_len=130, head_dim=8),
     Case("groups", batch=2, heads=6, kv_heads=2, q_len=130, kv_len=260, head_dim=8, value_dim=24, causal="top_left"),
     Case("dropout", batch=2, heads=3, q_len=150, kv_len=300, dropout_p=0.2, need_weights=True, mask="blocks"),

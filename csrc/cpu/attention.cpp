@@ -94,6 +94,7 @@ Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const a
   p.uniform_dead_rows = options.uniform_dead_rows;
   p.dropout = dropout_of(options);
   p.tile = tile_size();
+  p.few_rows = p.kv_heads > 0 && p.group() * p.q_len <= kernel_table().few_rows;
   return prepared;
 }
 
@@ -105,15 +106,25 @@ double product_flops(const AttentionParams& p) {
          static_cast<double>(std::max(p.head_dim, p.value_dim));
 }
 
-// Heads that share keys and values stay in one task as far as four tasks for each thread allow: a task packs K and V.
+// Key blocks of one part when few rows meet many keys; all of them otherwise. Not a matter of threads: results depend
+// on it in the last bit. Weights, and rows that see every key after all, need the whole row in one task.
+int64_t part_key_blocks(const AttentionParams& p) {
+  const bool splits = p.few_rows && !p.weights && !p.uniform_dead_rows;
+  return splits ? std::max<int64_t>(1, kPartKeys / p.tile.forward_keys) : std::max<int64_t>(1, p.forward_key_blocks());
+}
+
+// Rows that share keys and values stay in one task as far as four tasks for each thread allow: a task packs K and V.
 std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads) {
-  const int64_t heads = p.batch * p.kv_heads, blocks = p.group() * p.query_blocks();
-  const int64_t parts = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
+  const int64_t heads = p.batch * p.kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
+  const int64_t shares = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
+  const int64_t step = part_key_blocks(p);
   std::vector<ForwardTask> tasks;
-  tasks.reserve(heads * parts);
   for (int64_t i = 0; i < heads; ++i) {
-    for (int64_t part = 0; part < parts; ++part) {
-      tasks.push_back({i / p.kv_heads, i % p.kv_heads, part * blocks / parts, (part + 1) * blocks / parts});
+    for (int64_t share = 0; share < shares; ++share) {
+      for (int64_t key = 0; key == 0 || key < key_blocks; key += step) {
+        tasks.push_back({i / p.kv_heads, i % p.kv_heads, share * blocks / shares, (share + 1) * blocks / shares, key,
+                         std::min(key + step, key_blocks), key / step});
+      }
     }
   }
   return tasks;
@@ -186,8 +197,20 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
   const int64_t threads = useful_threads(2 * product_flops(p));
   const std::vector<ForwardTask> tasks = split_forward(p, threads);
   TaskQueue<ForwardTask> queue{tasks.data(), static_cast<int64_t>(tasks.size())};
+  ForwardParts parts;
+  at::Tensor memory;
+  std::vector<std::atomic<int64_t>> finished;
+  parts.count = tasks.back().part + 1;
+  if (parts.count > 1) {
+    const int64_t heads = p.batch * p.kv_heads;
+    memory = at::empty({heads, parts.count, p.group() * p.q_len, 2 + padded(p.value_dim)},
+                       at::TensorOptions(accumulate_dtype(query.scalar_type())));
+    finished = std::vector<std::atomic<int64_t>>(heads);
+    parts.memory = memory.mutable_data_ptr();
+    parts.finished = finished.data();
+  }
   run_workers(threads, queue, kernels.forward_scratch_bytes(p),
-              [&](std::byte* scratch) { kernels.forward_worker(p, queue, scratch); });
+              [&](std::byte* scratch) { kernels.forward_worker(p, queue, parts, scratch); });
 }
 
 at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,

@@ -40,12 +40,15 @@ struct AttentionParams {
   bool is_causal = false;
   int64_t causal_offset = 0;       // query i sees keys j <= i + causal_offset
   bool uniform_dead_rows = false;  // rows that see no key: weights 1 / Lk instead of 0
+  bool few_rows = false;           // forward: too few rows share a key head to be worth copying keys and values
   Dropout dropout;
   TileSize tile;
   View output, weights, logsumexp;  // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t query_blocks() const { return (q_len + tile.forward_queries - 1) / tile.forward_queries; }
+  // The rows of all query heads that share a key head, in blocks.
+  int64_t row_blocks() const { return (group() * q_len + tile.forward_queries - 1) / tile.forward_queries; }
+  int64_t forward_key_blocks() const { return (kv_len + tile.forward_keys - 1) / tile.forward_keys; }
   bool hides_anything() const { return mask || bias || key_lengths || is_causal; }
   // Keys at and beyond this one are hidden from every query of the batch entry.
   int64_t key_limit(int64_t b) const { return key_lengths ? key_lengths[b] : kv_len; }
@@ -60,9 +63,17 @@ struct BackwardParams : AttentionParams {
   int64_t key_blocks() const { return (kv_len + tile.backward_keys - 1) / tile.backward_keys; }
 };
 
-// Forward work: row blocks [first, last) of the group * query_blocks() row blocks that share one key/value head.
+// Forward work: row blocks [first, last) of the row_blocks() that share one key/value head, against all blocks of keys
+// or, when there are few rows, against one part of them.
 struct ForwardTask {
-  int64_t batch, kv_head, first_block, last_block;
+  int64_t batch, kv_head, first_block, last_block, first_key_block, last_key_block, part;
+};
+
+// Where tasks that share rows leave their parts; the last to finish puts them together.
+struct ForwardParts {
+  int64_t count = 1;                         // of each head; 1: nothing is shared
+  void* memory = nullptr;                    // (B * Hkv, count, rows, 2 + padded Dv): m, l, O
+  std::atomic<int64_t>* finished = nullptr;  // (B * Hkv)
 };
 
 // Backward work: key blocks [first, last) of the key/value heads [kv_head, kv_head_end) of batches [batch, batch_end).

@@ -28,10 +28,11 @@ int64_t forward_scratch_bytes(const AttentionParams& p) {
 }
 
 template <typename T>
-void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, std::byte* memory) {
+void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, const ForwardParts& parts,
+                    std::byte* memory) {
   Workspace workspace(memory);
   ForwardScratch<T> scratch(p, workspace);
-  while (const ForwardTask* task = take(queue)) forward_task(p, *task, scratch);
+  while (const ForwardTask* task = take(queue)) forward_task(p, *task, parts, scratch);
 }
 
 template <typename T>
@@ -56,7 +57,7 @@ constexpr Kernels kernels() {
 
 }  // namespace
 
-const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {MHA_EXT_STRING(MHA_EXT_ISA), kernels<float>(),
+const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {MHA_EXT_STRING(MHA_EXT_ISA), kFewRows, kernels<float>(),
                                                               kernels<double>()};
 
 }  // namespace mha_ext::cpu

@@ -14,6 +14,7 @@ struct Tile {
   int64_t batch, head;
   int64_t query, queries;  // first row, rows
   int64_t key, keys;       // first column, columns
+  int64_t row = 0;         // where its first row lies in scratch that rows of several heads share
 };
 
 // empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: bias and masks row by row.

@@ -18,4 +18,8 @@ constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes;
 // the dQ block, which is read and written once per tile.
 constexpr TileSize kDefaultTile = {64, 256, 64, 128};
 
+// A few rows (few_rows.h) meet so many keys in a task: 512 KB of keys and values at D = 128, some 20 us, so that one
+// head with a long cache still keeps all threads busy.
+constexpr int64_t kPartKeys = 512;
+
 }  // namespace mha_ext::cpu
