@@ -5,6 +5,7 @@
 #include "../outputs.h"
 #include "attention.h"
 #include "linear.h"
+#include "live_rows.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
@@ -22,10 +23,28 @@ Tensor heads_of(const Tensor& x, const c10::SymInt& heads, const c10::SymInt& di
   return x.view_symint({x.sym_size(0), x.sym_size(1), heads, dim}).transpose(1, 2);
 }
 
+bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
 bool hides_anything(const AttentionOptions& o) {
-  const auto given = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); };
   return o.is_causal || given(o.mask) || given(o.bias) || given(o.key_lengths);
 }
+
+// Whether some query may take the mean of all values, those that are hidden from every query among them.
+bool may_need_hidden_values(const AttentionOptions& o, const Tensor& query, const Tensor& key) {
+  if (!o.uniform_dead_rows) return false;
+  if (given(o.mask) || given(o.bias) || (o.causal_bottom_right && query.size(1) > key.size(1))) return true;
+  return o.key_lengths->numel() > 0 && o.key_lengths->min().item<int64_t>() == 0;
+}
+
+// What of key and value has to be projected.
+struct LiveKeysAndValues {
+  LiveRows keys, values;
+
+  LiveKeysAndValues(const AttentionOptions& options, const Tensor& query, const Tensor& key)
+      : keys(options.key_lengths, key.size(1)) {
+    if (given(options.key_lengths) && !may_need_hidden_values(options, query, key)) values = keys;
+  }
+};
 
 // x for dw = dy^T x. A hidden row has dy = 0, but 0 * NaN would reach dw: where x is not finite such rows are cleared.
 Tensor without_hidden_rows(const Tensor& dy, const Tensor& x, const AttentionOptions& options) {
@@ -45,8 +64,9 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
   const AttentionSizes& s = sizes.core;
   LayerSaved saved;
   saved.q = linear(query, p.w_q, p.b_q);
-  saved.k = linear(key, p.w_k, p.b_k);
-  saved.v = linear(value, p.w_v, p.b_v);
+  const LiveKeysAndValues live(options, query, key);
+  saved.k = live.keys.put(linear(live.keys.take(key), p.w_k, p.b_k));
+  saved.v = live.values.put(linear(live.values.take(value), p.w_v, p.b_v));
   saved.context = empty_features(s.batch, s.q_len, s.heads * s.value_dim, query.options());
   saved.weights = empty_weights(s, options.need_weights, query.options());
   saved.logsumexp = empty_logsumexp(s, query.options());
@@ -98,20 +118,24 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
                                          options, wanted[kBias], heads_of(dq, s.heads, s.head_dim),
                                          heads_of(dk, s.kv_heads, s.head_dim), heads_of(dv, s.kv_heads, s.value_dim));
 
+  const LiveKeysAndValues live(options, query, key);
   const struct {
+    LiveRows rows;
     const Tensor &dy, &x, &w;
     LayerGrad input, weight, bias;
-  } sides[] = {
-      {dq, query, p.w_q, kQuery, kWq, kBq}, {dk, key, p.w_k, kKey, kWk, kBk}, {dv, value, p.w_v, kValue, kWv, kBv}};
+  } sides[] = {{LiveRows(), dq, query, p.w_q, kQuery, kWq, kBq},
+               {live.keys, dk, key, p.w_k, kKey, kWk, kBk},
+               {live.values, dv, value, p.w_v, kValue, kWv, kBv}};
   for (const auto& side : sides) {
+    const Tensor dy = side.rows.take(side.dy);
     if (wanted[side.weight]) {
-      grads[side.weight] = linear_grad_weight(side.dy, without_hidden_rows(side.dy, side.x, options));
+      grads[side.weight] = linear_grad_weight(dy, without_hidden_rows(dy, side.rows.take(side.x), options));
     }
-    if (wanted[side.bias]) grads[side.bias] = linear_grad_bias(side.dy);
+    if (wanted[side.bias]) grads[side.bias] = linear_grad_bias(dy);
     if (self_attention && side.input != kQuery) {
-      if (wanted[kQuery]) grads[kQuery] = add_linear_grad_input(grads[kQuery], side.dy, side.w);
+      if (wanted[kQuery]) grads[kQuery] = side.rows.add_linear_grad_input(grads[kQuery], dy, side.w);
     } else if (wanted[side.input]) {
-      grads[side.input] = linear_grad_input(side.dy, side.w);
+      grads[side.input] = side.rows.put(linear_grad_input(dy, side.w));
     }
   }
   return grads;

@@ -15,6 +15,9 @@ struct View {
   Dtype dtype = Dtype::f32;
 
   explicit operator bool() const { return data != nullptr; }
+  int64_t offset(int64_t b, int64_t h, int64_t row, int64_t column) const {
+    return b * stride[0] + h * stride[1] + row * stride[2] + column * stride[3];
+  }
 };
 
 // Rows and columns of the score tiles; see tile_size.h.

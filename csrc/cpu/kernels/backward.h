@@ -99,30 +99,38 @@ T dot(const T* a, const T* b, int64_t n) {
 template <typename T>
 T dot_row(const View& a, const View& b, int64_t batch, int64_t head, int64_t i, int64_t n, int64_t step, T* scratch_a,
           T* scratch_b) {
-  T sum = T(0);
+  Vec<T> sum{};
   for (int64_t begin = 0; begin < n; begin += step) {
-    const int64_t m = std::min(step, n - begin);
+    const int64_t m = std::min(step, n - begin), padding = padded(m) - m;
     load_row(a, batch, head, i, begin, m, T(1), scratch_a);
     load_row(b, batch, head, i, begin, m, T(1), scratch_b);
-    for (int64_t j = 0; j < m; ++j) sum += scratch_b[j] == T(0) ? T(0) : scratch_a[j] * scratch_b[j];
+    fill(scratch_a + m, padding, T(0));
+    fill(scratch_b + m, padding, T(0));
+    for (int64_t j = 0; j < m; j += kWidth<T>) {
+      const Vec<T> x = load(scratch_a + j), y = load(scratch_b + j);
+      sum += y == T(0) ? Vec<T>{} : x * y;
+    }
   }
-  return sum;
+  return horizontal_sum<T>(sum);
 }
 
-// added_t <- bias, -inf where hidden, for one partial tile. Padding queries see nothing, or a NaN key would reach their
-// P.
+// added_t <- bias, -inf where hidden, for one tile that is not full. Padding queries see nothing, or a NaN key would
+// reach their P.
 template <typename T>
-void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
+void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, TileKind kind) {
+  const bool whole = t.queries == s.query_block && t.keys == s.key_block;
+  const T* bias = kind == TileKind::biased ? row_in_place<T>(p.bias, t.batch, t.head, t.query, t.key) : nullptr;
+  if (whole && bias) return transpose(bias, p.bias.stride[2], s.query_block, s.key_block, s.added_t, s.query_block);
   fill(s.added, t.queries * s.key_block, T(0));
   fill(s.added + t.queries * s.key_block, (s.query_block - t.queries) * s.key_block, -kInfinity<T>);
   for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
   transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
 }
 
-// scores <- scores + added, -inf where added is: selected, so that a NaN behind a mask is gone
+// score + added, -inf where added is: selected, so that a NaN behind a mask is gone
 template <typename T>
-inline void add_or_hide(const T* added, int64_t n, T* scores) {
-  for (int64_t i = 0; i < n; ++i) scores[i] = added[i] == -kInfinity<T> ? -kInfinity<T> : scores[i] + added[i];
+inline Vec<T> add_or_hide(Vec<T> score, Vec<T> added) {
+  return added == -kInfinity<T> ? added : score + added;
 }
 
 // Beyond this |LSE| its rounding shows in P: LSE = max + log(sum) keeps nothing of log(sum) at 1e9, where a row of such
@@ -145,12 +153,12 @@ void normalize_block(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int
     load_rows(p.key, t.batch, t.head / p.group(), t.key, t.keys, p.head_dim, T(1), s.key_block, s.other_keys);
     matmul(padded(t.keys), lanes, p.head_dim, s.other_keys, s.depth, s.queries_t + q_block * lanes * s.depth, lanes,
            s.scores, lanes, false);
-    if (kind == TileKind::partial) added_tile(p, s, t);
+    if (kind != TileKind::full) added_tile(p, s, t, kind);
     for (int64_t j = 0; j < t.keys; ++j) {
-      T* scores = s.scores + j * lanes;
-      if (kind == TileKind::partial) add_or_hide(s.added_t + j * lanes, lanes, scores);
       for (int64_t i = 0; i < lanes; i += kWidth<T>) {
-        store(sums + i, load(sums + i) + exp2((load(scores + i) - load(logsumexp + i)) * kLog2e<T>));
+        Vec<T> score = load(s.scores + j * lanes + i);
+        if (kind != TileKind::full) score = add_or_hide<T>(score, load(s.added_t + j * lanes + i));
+        store(sums + i, load(sums + i) + exp2((score - load(logsumexp + i)) * kLog2e<T>));
       }
     }
   }
@@ -264,32 +272,27 @@ inline void plain_row(int64_t n, const T* logsumexp, const T* normalizer, const 
   }
 }
 
-// The same with everything: added (or null), gradient of the weights (or null), dropout, uniform dead rows.
+// The same with everything: added, gradient of the weights, dropout factors (each or null), uniform dead rows (or
+// null).
 template <typename T>
 inline void general_row(const BackwardParams& p, int64_t n, const T* logsumexp, const T* normalizer, const T* delta,
                         const T* added, const T* grad_weights, const T* factors, const uint8_t* uniform, T* scores,
                         T* grad_scores) {
-  if (grad_weights) {
-    for (int64_t i = 0; i < n; ++i) grad_scores[i] += grad_weights[i];
-  }
-  if (factors) {
-    for (int64_t i = 0; i < n; ++i) grad_scores[i] = factors[i] == T(0) ? T(0) : grad_scores[i] * factors[i];
-  }
-  if (added) add_or_hide(added, n, scores);
   for (int64_t i = 0; i < n; i += kWidth<T>) {
-    const Vec<T> score = load(scores + i);
-    const Vec<T> probability = exp2((score - load(logsumexp + i)) * kLog2e<T>) * load(normalizer + i);
-    const Vec<T> grad = probability * (load(grad_scores + i) - load(delta + i));
-    store(scores + i, score == -kInfinity<T> ? Vec<T>{} : probability);
+    Vec<T> grad = load(grad_scores + i);
+    if (grad_weights) grad += load(grad_weights + i);
+    if (factors) grad = load(factors + i) == T(0) ? Vec<T>{} : grad * load(factors + i);
+    Vec<T> score = load(scores + i);
+    if (added) score = add_or_hide<T>(score, load(added + i));
+    Vec<T> probability = exp2((score - load(logsumexp + i)) * kLog2e<T>) * load(normalizer + i);
+    grad = probability * (grad - load(delta + i));
     store(grad_scores + i, score == -kInfinity<T> ? Vec<T>{} : grad);
+    probability = score == -kInfinity<T> ? Vec<T>{} : probability;
+    store(scores + i, factors ? probability * load(factors + i) : probability);
   }
-  if (uniform) {
-    const T probability = T(1) / static_cast<T>(p.kv_len);
-    for (int64_t i = 0; i < n; ++i) scores[i] = uniform[i] ? probability : scores[i];
-  }
-  if (factors) {
-    for (int64_t i = 0; i < n; ++i) scores[i] *= factors[i];
-  }
+  if (!uniform) return;
+  const T probability = T(1) / static_cast<T>(p.kv_len);
+  for (int64_t i = 0; i < n; ++i) scores[i] = uniform[i] ? probability * (factors ? factors[i] : T(1)) : scores[i];
 }
 
 // S^T and dP^T become P^T (as it multiplied V) and dS^T; rows beyond t.keys become 0.
@@ -302,7 +305,7 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
   const T* delta = s.delta + q_block * lanes;
   const bool uniform = p.uniform_dead_rows && s.any_dead[q_block];
   const bool plain = kind == TileKind::full && !p.grad_weights && !p.dropout.active && !uniform;
-  if (kind == TileKind::partial) added_tile(p, s, t);
+  if (kind != TileKind::full) added_tile(p, s, t, kind);
   if (p.grad_weights) grad_weights_tile(p, s, t);
   for (int64_t j = 0; j < t.keys; ++j) {
     T* scores = s.scores + j * lanes;
@@ -315,7 +318,7 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
       keep_factors(p.dropout, s.first_key + q_block * lanes, s.second_key + q_block * lanes, t.key + j, lanes,
                    s.factors);
     }
-    general_row(p, lanes, logsumexp, normalizer, delta, kind == TileKind::partial ? s.added_t + j * lanes : nullptr,
+    general_row(p, lanes, logsumexp, normalizer, delta, kind != TileKind::full ? s.added_t + j * lanes : nullptr,
                 p.grad_weights ? s.grad_weights_t + j * lanes : nullptr, p.dropout.active ? s.factors : nullptr,
                 uniform ? s.dead + q_block * lanes : nullptr, scores, grad_scores);
   }
@@ -330,8 +333,7 @@ void add_grad_bias(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t
   const View& v = p.grad_bias;
   transpose(s.grad_scores, s.query_block, padded(t.keys), s.query_block, s.added, s.key_block);
   for (int64_t r = 0; r < t.queries; ++r) {
-    T* dst = static_cast<T*>(v.data) + t.batch * v.stride[0] + t.head * v.stride[1] + (t.query + r) * v.stride[2] +
-             t.key * v.stride[3];
+    T* dst = static_cast<T*>(v.data) + v.offset(t.batch, t.head, t.query + r, t.key);
     for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += s.added[r * s.key_block + j];
   }
 }
@@ -370,7 +372,7 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
   if (live) {
     const T* queries = s.queries + q_block * lanes * s.depth;
     const T* grad_output = s.grad_output + q_block * lanes * s.value_depth;
-    const bool partial = kind == TileKind::partial;
+    const bool hides = kind != TileKind::full;
     // S^T <- K (scale Q)^T,  dP^T <- V dO^T
     matmul(columns, lanes, p.head_dim, s.keys + slot * s.key_block * s.depth, s.depth,
            s.queries_t + q_block * lanes * s.depth, lanes, s.scores, lanes, false);
@@ -378,10 +380,10 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
            s.grad_output_t + q_block * lanes * s.value_depth, lanes, s.grad_scores, lanes, false);
     softmax_backward_tile(p, s, t, kind, q_block);
     // dV += P^T dO,  dK += dS^T (scale Q)
-    const auto values_product = partial && !s.grad_output_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
+    const auto values_product = hides && !s.grad_output_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
     values_product(columns, s.value_depth, lanes, s.scores, lanes, grad_output, s.value_depth,
                    s.grad_values + slot * s.key_block * s.value_depth, s.value_depth, true);
-    const auto keys_product = partial && !s.queries_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
+    const auto keys_product = hides && !s.queries_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
     keys_product(columns, s.depth, lanes, s.grad_scores, lanes, queries, s.depth,
                  s.grad_keys + slot * s.key_block * s.depth, s.depth, true);
     if (p.grad_bias) add_grad_bias(p, s, t);
@@ -395,7 +397,7 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
   if (live) {
     // dQ^T += K^T dS^T
     const auto queries_product =
-        kind == TileKind::partial && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
+        kind != TileKind::full && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
     queries_product(s.depth, lanes, columns, s.keys_t + slot * s.key_block * s.depth, s.key_block, s.grad_scores, lanes,
                     grad_query_t, lanes, key_block > 0);
   } else if (key_block == 0) {

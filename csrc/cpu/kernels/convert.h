@@ -57,6 +57,13 @@ inline void load_elements(const void* data, int64_t offset, int64_t stride, int6
   }
 }
 
+// Where a row of the view can be read as it is, as vectors too; null if that needs a copy.
+template <typename T>
+inline const T* row_in_place(const View& v, int64_t b, int64_t h, int64_t row, int64_t column) {
+  const bool fits = v.dtype == kDtypeOf<T> && v.stride[3] == 1;
+  return fits ? static_cast<const T*>(v.data) + v.offset(b, h, row, column) : nullptr;
+}
+
 // A finite double stays finite as a float: a bias of finfo(float64).min is a low score, not a mask.
 template <typename T>
 inline double narrow(double x) {
@@ -68,7 +75,7 @@ inline double narrow(double x) {
 // dst[i] = view[b, h, row, column + i] * factor, i < n
 template <typename T>
 inline void load_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, T factor, T* dst) {
-  const int64_t offset = b * v.stride[0] + h * v.stride[1] + row * v.stride[2] + column * v.stride[3];
+  const int64_t offset = v.offset(b, h, row, column);
   const auto same = [](auto x) { return x; };
   switch (v.dtype) {
     case Dtype::f32: return load_elements<T, float>(v.data, offset, v.stride[3], n, factor, dst, same);
@@ -93,7 +100,7 @@ inline void store_elements(void* data, int64_t offset, int64_t stride, int64_t n
 template <typename T>
 inline void store_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, T factor,
                       const T* src) {
-  const int64_t offset = b * v.stride[0] + h * v.stride[1] + row * v.stride[2] + column * v.stride[3];
+  const int64_t offset = v.offset(b, h, row, column);
   switch (v.dtype) {
     case Dtype::f32:
       return store_elements<T, float>(v.data, offset, v.stride[3], n, factor, src,

@@ -49,6 +49,7 @@ void softmax_tile(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t,
     const int64_t r = t.row + i;
     T* scores = s.scores + r * size;
     if (kind == TileKind::partial) hide(p, t, i, s.bias_row, scores);
+    if (kind == TileKind::biased) add_bias(p, t, i, t.keys, s.bias_row, scores);
     fill(scores + t.keys, columns - t.keys, -kInfinity<T>);
     const T alpha = softmax_step(s.rows[r], columns, scores);
     if (alpha != T(1) && !first) {
@@ -180,7 +181,7 @@ void forward_tile(const AttentionParams& p, ForwardScratch<T>& s, int64_t rows, 
   for (int64_t h = 0; h < s.heads_count; ++h) softmax_tile(p, s, s.heads[h], kind, block, first);
   // O <- O alpha + P V
   const Matrix<T> v = s.blocks.values(block);
-  if (kind == TileKind::partial && !s.blocks.values_are_finite(block, v)) {
+  if (kind != TileKind::full && !s.blocks.values_are_finite(block, v)) {
     matmul_skipping_zeros_of_a(rows, value_depth, keys, s.scores, size, v.data, v.ld, s.output, value_depth, !first);
   } else if (p.few_rows) {
     few_rows_matmul(rows, value_depth, keys, s.scores, size, v.data, v.ld, s.output, value_depth, !first);

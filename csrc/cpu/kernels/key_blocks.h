@@ -17,12 +17,6 @@ struct Matrix {
   int64_t ld;
 };
 
-// Whether rows of the view can be read as vectors without a copy.
-template <typename T>
-bool readable_in_place(const View& v, int64_t columns) {
-  return v.dtype == kDtypeOf<T> && v.stride[3] == 1 && columns % kLanes == 0;
-}
-
 template <typename T>
 class KeyBlocks {
  public:
@@ -35,8 +29,8 @@ class KeyBlocks {
     depth = padded(p.head_dim);
     value_depth = padded(p.value_dim);
     // K^T (count, D, size) and V (count, size, Dv), or room for one block of either
-    keys_in_place_ = !packs_ && readable_in_place<T>(p.key, p.head_dim);
-    values_in_place_ = !packs_ && readable_in_place<T>(p.value, p.value_dim);
+    keys_in_place_ = !packs_ && depth == p.head_dim && row_in_place<T>(p.key, 0, 0, 0, 0);
+    values_in_place_ = !packs_ && value_depth == p.value_dim && row_in_place<T>(p.value, 0, 0, 0, 0);
     const int64_t blocks = packs_ ? count : 1;
     keys_ = keys_in_place_ ? nullptr : w.take<T>(blocks * depth * size);
     values_ = values_in_place_ ? nullptr : w.take<T>(blocks * size * value_depth);
@@ -93,8 +87,7 @@ class KeyBlocks {
   }
 
   Matrix<T> in_place(const View& v, int64_t block) const {
-    const int64_t offset = batch_ * v.stride[0] + kv_head_ * v.stride[1] + block * size * v.stride[2];
-    return {static_cast<const T*>(v.data) + offset, v.stride[2]};
+    return {row_in_place<T>(v, batch_, kv_head_, block * size, 0), v.stride[2]};
   }
 
   Matrix<T> copied(const View& v, int64_t block, int64_t columns, T* dst) const {

@@ -17,8 +17,9 @@ struct Tile {
   int64_t row = 0;         // where its first row lies in scratch that rows of several heads share
 };
 
-// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. partial: bias and masks row by row.
-enum class TileKind { empty, full, partial };
+// empty: nothing visible, skip it. full: nothing hidden or added, test nothing. biased: as full but for a bias, which
+// may hide by -inf. partial: bias and masks row by row.
+enum class TileKind { empty, full, biased, partial };
 
 // First key that length and causal limit hide from query i.
 inline int64_t visible_keys(const AttentionParams& p, int64_t b, int64_t i) {
@@ -27,8 +28,7 @@ inline int64_t visible_keys(const AttentionParams& p, int64_t b, int64_t i) {
 }
 
 inline const uint8_t* mask_row(const View& mask, int64_t b, int64_t h, int64_t row, int64_t column) {
-  return static_cast<const uint8_t*>(mask.data) + b * mask.stride[0] + h * mask.stride[1] + row * mask.stride[2] +
-         column * mask.stride[3];
+  return static_cast<const uint8_t*>(mask.data) + mask.offset(b, h, row, column);
 }
 
 inline int64_t count_visible(const uint8_t* row, int64_t stride, int64_t n) {
@@ -64,8 +64,20 @@ inline TileKind classify(const AttentionParams& p, const Tile& t) {
   if (t.key >= most) return TileKind::empty;
   const TileKind by_mask = p.mask ? classify_mask(p.mask, t) : TileKind::full;
   if (by_mask != TileKind::full) return by_mask;
-  const bool whole = !p.bias && t.key + t.keys <= visible_keys(p, t.batch, t.query);
-  return whole ? TileKind::full : TileKind::partial;
+  if (t.key + t.keys > visible_keys(p, t.batch, t.query)) return TileKind::partial;
+  return p.bias ? TileKind::biased : TileKind::full;
+}
+
+// scores[0:n] of tile row r <- scores + bias, -inf where the bias is: selected, so that a NaN there is gone. bias_row
+// is scratch for n elements.
+template <typename T>
+void add_bias(const AttentionParams& p, const Tile& t, int64_t r, int64_t n, T* bias_row, T* scores) {
+  const T* bias = row_in_place<T>(p.bias, t.batch, t.head, t.query + r, t.key);
+  if (!bias) {
+    load_row(p.bias, t.batch, t.head, t.query + r, t.key, n, T(1), bias_row);
+    bias = bias_row;
+  }
+  for (int64_t j = 0; j < n; ++j) scores[j] = bias[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias[j];
 }
 
 // scores[0:t.keys] of tile row r <- scores + bias, -inf where hidden. Selected, not added: a NaN behind a mask is gone.
@@ -74,11 +86,7 @@ template <typename T>
 void hide(const AttentionParams& p, const Tile& t, int64_t r, T* bias_row, T* scores) {
   const int64_t query = t.query + r;
   const int64_t visible = std::clamp<int64_t>(visible_keys(p, t.batch, query) - t.key, 0, t.keys);
-  if (p.bias) {
-    load_row(p.bias, t.batch, t.head, query, t.key, visible, T(1), bias_row);
-    for (int64_t j = 0; j < visible; ++j)
-      scores[j] = bias_row[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias_row[j];
-  }
+  if (p.bias) add_bias(p, t, r, visible, bias_row, scores);
   if (p.mask) {
     const uint8_t* keep = mask_row(p.mask, t.batch, t.head, query, t.key);
     const int64_t stride = p.mask.stride[3];
