@@ -7,6 +7,7 @@
 #include "../flat_signatures.h"
 #include "../outputs.h"
 #include "dispatch.h"
+#include "huge_pages.h"
 #include "kernels/tile_size.h"
 #include "parallel.h"
 
@@ -192,7 +193,10 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
   if (is_empty(p)) return;
   p.output = view_of(output);
   p.logsumexp = view_of(logsumexp);
-  if (options.need_weights && p.kv_len > 0) p.weights = view_of(weights);
+  if (options.need_weights && p.kv_len > 0) {
+    advise_huge_pages(weights);
+    p.weights = view_of(weights);
+  }
   const Kernels& kernels = kernels_for(query.scalar_type());
   const int64_t threads = useful_threads(2 * product_flops(p));
   const std::vector<ForwardTask> tasks = split_forward(p, threads);

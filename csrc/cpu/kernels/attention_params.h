@@ -8,6 +8,15 @@ namespace mha_ext::cpu {
 
 enum class Dtype : uint8_t { f32, f64, bf16, f16, boolean };
 
+constexpr int64_t size_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f64: return 8;
+    case Dtype::f32: return 4;
+    case Dtype::boolean: return 1;
+    default: return 2;
+  }
+}
+
 // A 4-D operand (batch, head, row, column); strides in elements, 0 where it is broadcast. data is null when absent.
 struct View {
   void* data = nullptr;

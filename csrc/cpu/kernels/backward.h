@@ -102,14 +102,19 @@ T dot_row(const View& a, const View& b, int64_t batch, int64_t head, int64_t i, 
   Vec<T> sum{};
   for (int64_t begin = 0; begin < n; begin += step) {
     const int64_t m = std::min(step, n - begin), padding = padded(m) - m;
-    load_row(a, batch, head, i, begin, m, T(1), scratch_a);
-    load_row(b, batch, head, i, begin, m, T(1), scratch_b);
-    fill(scratch_a + m, padding, T(0));
-    fill(scratch_b + m, padding, T(0));
-    for (int64_t j = 0; j < m; j += kWidth<T>) {
-      const Vec<T> x = load(scratch_a + j), y = load(scratch_b + j);
-      sum += y == T(0) ? Vec<T>{} : x * y;
+    const T* x = padding == 0 ? row_in_place<T>(a, batch, head, i, begin) : nullptr;
+    const T* y = padding == 0 ? row_in_place<T>(b, batch, head, i, begin) : nullptr;
+    if (!x) {
+      load_row(a, batch, head, i, begin, m, T(1), scratch_a);
+      fill(scratch_a + m, padding, T(0));
+      x = scratch_a;
     }
+    if (!y) {
+      load_row(b, batch, head, i, begin, m, T(1), scratch_b);
+      fill(scratch_b + m, padding, T(0));
+      y = scratch_b;
+    }
+    for (int64_t j = 0; j < m; j += kWidth<T>) sum += load(y + j) == T(0) ? Vec<T>{} : load(x + j) * load(y + j);
   }
   return horizontal_sum<T>(sum);
 }
@@ -125,12 +130,6 @@ void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, T
   fill(s.added + t.queries * s.key_block, (s.query_block - t.queries) * s.key_block, -kInfinity<T>);
   for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
   transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
-}
-
-// score + added, -inf where added is: selected, so that a NaN behind a mask is gone
-template <typename T>
-inline Vec<T> add_or_hide(Vec<T> score, Vec<T> added) {
-  return added == -kInfinity<T> ? added : score + added;
 }
 
 // Beyond this |LSE| its rounding shows in P: LSE = max + log(sum) keeps nothing of log(sum) at 1e9, where a row of such
@@ -334,7 +333,12 @@ void add_grad_bias(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t
   transpose(s.grad_scores, s.query_block, padded(t.keys), s.query_block, s.added, s.key_block);
   for (int64_t r = 0; r < t.queries; ++r) {
     T* dst = static_cast<T*>(v.data) + v.offset(t.batch, t.head, t.query + r, t.key);
-    for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += s.added[r * s.key_block + j];
+    const T* src = s.added + r * s.key_block;
+    if (v.stride[3] == 1) {
+      for (int64_t j = 0; j < t.keys; ++j) dst[j] += src[j];
+    } else {
+      for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += src[j];
+    }
   }
 }
 
@@ -373,6 +377,7 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
     const T* queries = s.queries + q_block * lanes * s.depth;
     const T* grad_output = s.grad_output + q_block * lanes * s.value_depth;
     const bool hides = kind != TileKind::full;
+    for (const View* v : {&p.mask, &p.bias, &p.grad_weights, &p.grad_bias}) prefetch_tile(*v, t);
     // S^T <- K (scale Q)^T,  dP^T <- V dO^T
     matmul(columns, lanes, p.head_dim, s.keys + slot * s.key_block * s.depth, s.depth,
            s.queries_t + q_block * lanes * s.depth, lanes, s.scores, lanes, false);

@@ -17,6 +17,17 @@ struct Tile {
   int64_t row = 0;         // where its first row lies in scratch that rows of several heads share
 };
 
+// What a tile will read of a (B, H, Lq, Lk) operand is on its way into the cache while the first product runs: its rows
+// lie far apart, which hides from the processor what comes next.
+inline void prefetch_tile(const View& v, const Tile& t) {
+  if (!v || v.stride[3] > 1) return;
+  const int64_t size = size_of(v.dtype), rows = v.stride[2] == 0 ? 1 : t.queries;
+  for (int64_t r = 0; r < rows; ++r) {
+    const char* row = static_cast<const char*>(v.data) + v.offset(t.batch, t.head, t.query + r, t.key) * size;
+    for (int64_t i = 0; i < t.keys * size * v.stride[3]; i += 64) __builtin_prefetch(row + i, 0, 2);
+  }
+}
+
 // empty: nothing visible, skip it. full: nothing hidden or added, test nothing. biased: as full but for a bias, which
 // may hide by -inf. partial: bias and masks row by row.
 enum class TileKind { empty, full, biased, partial };
@@ -68,8 +79,13 @@ inline TileKind classify(const AttentionParams& p, const Tile& t) {
   return p.bias ? TileKind::biased : TileKind::full;
 }
 
-// scores[0:n] of tile row r <- scores + bias, -inf where the bias is: selected, so that a NaN there is gone. bias_row
-// is scratch for n elements.
+// score + added, -inf where added is: selected, so that a NaN behind a mask is gone
+template <typename T>
+inline Vec<T> add_or_hide(Vec<T> score, Vec<T> added) {
+  return added == -kInfinity<T> ? added : score + added;
+}
+
+// scores[0:n] of tile row r <- scores + bias, -inf where the bias is. bias_row is scratch for n elements.
 template <typename T>
 void add_bias(const AttentionParams& p, const Tile& t, int64_t r, int64_t n, T* bias_row, T* scores) {
   const T* bias = row_in_place<T>(p.bias, t.batch, t.head, t.query + r, t.key);
@@ -77,7 +93,15 @@ void add_bias(const AttentionParams& p, const Tile& t, int64_t r, int64_t n, T* 
     load_row(p.bias, t.batch, t.head, t.query + r, t.key, n, T(1), bias_row);
     bias = bias_row;
   }
-  for (int64_t j = 0; j < n; ++j) scores[j] = bias[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias[j];
+  // Rows of a bias lie far apart, which hides from the processor what comes next: a few rows ahead, as softmax takes
+  // long.
+  const T* later = bias + 4 * p.bias.stride[2];
+  int64_t j = 0;
+  for (; j + kWidth<T> <= n; j += kWidth<T>) {
+    __builtin_prefetch(later + j);
+    store(scores + j, add_or_hide<T>(load(scores + j), load(bias + j)));
+  }
+  for (; j < n; ++j) scores[j] = bias[j] == -kInfinity<T> ? -kInfinity<T> : scores[j] + bias[j];
 }
 
 // scores[0:t.keys] of tile row r <- scores + bias, -inf where hidden. Selected, not added: a NaN behind a mask is gone.
