@@ -144,7 +144,7 @@ BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
   const int64_t batches = whole_batch ? p.batch : 1, kv_heads = all_heads ? p.kv_heads : 1;
   const int64_t spans = (p.batch / batches) * (p.kv_heads / kv_heads);
   BackwardSplit split;
-  split.ordered = threads > 1 && spans < 4 * threads && p.key_blocks() > 1;
+  split.ordered = !p.few_rows && threads > 1 && spans < 4 * threads && p.key_blocks() > 1;
   split.task_key_blocks = split.ordered ? 1 : p.key_blocks();
   for (int64_t b = 0; b < p.batch; b += batches) {
     for (int64_t h = 0; h < p.kv_heads; h += kv_heads) {
@@ -223,6 +223,8 @@ at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::opt
                                    const at::Tensor& grad_key, const at::Tensor& grad_value) {
   auto prepared = prepare<BackwardParams>(saved.query, saved.key, saved.value, options);
   BackwardParams& p = prepared.params;
+  // Their keys are not split among threads, so there must not be many; not a matter of threads, as bits depend on it.
+  p.few_rows = p.few_rows && p.kv_len <= kFewRowsKeys;
   p.output = view_of(saved.output);
   p.logsumexp = view_of(saved.logsumexp);
   p.grad_output = view_of(grad_output);

@@ -52,7 +52,7 @@ struct AttentionParams {
   bool is_causal = false;
   int64_t causal_offset = 0;       // query i sees keys j <= i + causal_offset
   bool uniform_dead_rows = false;  // rows that see no key: weights 1 / Lk instead of 0
-  bool few_rows = false;           // forward: too few rows share a key head to be worth copying keys and values
+  bool few_rows = false;           // too few rows share a key head for copies of keys and values to pay
   Dropout dropout;
   TileSize tile;
   View output, weights, logsumexp;  // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)

@@ -2,10 +2,10 @@
 // log-sum-exp and delta are plain loads and nothing is reduced across lanes:
 //   S^T = K Q^T, dP^T = V dO^T, then P^T = e^(S^T - LSE) and dS^T = P^T (dP^T - delta), then
 //   dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T.
-// delta_i = sum_j P_ij dP_ij - dLSE_i = dO_i . O_i + dW_i . W_i - dLSE_i  (Dao et al. 2022; dW, dLSE are the gradients
-// that arrive for the returned weights W and the log-sum-exp). dQ is kept transposed: no tile is transposed on the way.
+// dQ is kept transposed: no tile is transposed on the way. Few rows have a backward of their own, backward_few_rows.h.
 #pragma once
 
+#include "delta.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "mask.h"
@@ -87,38 +87,6 @@ struct BackwardScratch {
   }
 };
 
-// a . b over n elements, n a multiple of kLanes
-template <typename T>
-T dot(const T* a, const T* b, int64_t n) {
-  Vec<T> sum{};
-  for (int64_t i = 0; i < n; i += kWidth<T>) sum += load(a + i) * load(b + i);
-  return horizontal_sum<T>(sum);
-}
-
-// a . b of one row of two (B, H, Lq, Lk) operands. A zero of b hides a: it may be a NaN behind a mask.
-template <typename T>
-T dot_row(const View& a, const View& b, int64_t batch, int64_t head, int64_t i, int64_t n, int64_t step, T* scratch_a,
-          T* scratch_b) {
-  Vec<T> sum{};
-  for (int64_t begin = 0; begin < n; begin += step) {
-    const int64_t m = std::min(step, n - begin), padding = padded(m) - m;
-    const T* x = padding == 0 ? row_in_place<T>(a, batch, head, i, begin) : nullptr;
-    const T* y = padding == 0 ? row_in_place<T>(b, batch, head, i, begin) : nullptr;
-    if (!x) {
-      load_row(a, batch, head, i, begin, m, T(1), scratch_a);
-      fill(scratch_a + m, padding, T(0));
-      x = scratch_a;
-    }
-    if (!y) {
-      load_row(b, batch, head, i, begin, m, T(1), scratch_b);
-      fill(scratch_b + m, padding, T(0));
-      y = scratch_b;
-    }
-    for (int64_t j = 0; j < m; j += kWidth<T>) sum += load(y + j) == T(0) ? Vec<T>{} : load(x + j) * load(y + j);
-  }
-  return horizontal_sum<T>(sum);
-}
-
 // added_t <- bias, -inf where hidden, for one tile that is not full. Padding queries see nothing, or a NaN key would
 // reach their P.
 template <typename T>
@@ -131,11 +99,6 @@ void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, T
   for (int64_t r = 0; r < t.queries; ++r) hide(p, t, r, s.row, s.added + r * s.key_block);
   transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
 }
-
-// Beyond this |LSE| its rounding shows in P: LSE = max + log(sum) keeps nothing of log(sum) at 1e9, where a row of such
-// biases would get P = 1 for every key.
-template <typename T>
-constexpr T kExactLogsumexp = T(256);
 
 // normalizer <- 1 / sum_j e^(S_j - LSE) for the rows of one block, from the scores of all keys
 template <typename T>
@@ -186,32 +149,17 @@ void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t bat
     s.any_dead[block] = 0;
     bool inexact = false;
     for (int64_t r = 0; r < s.query_block; ++r) {
+      RowState<T> row;  // of padding
+      if (r < rows) {
+        row = row_state(p, batch, head, query + r, grad_output + r * s.value_depth, step, s.row, s.factors);
+      }
       const int64_t i = block * s.query_block + r;
-      s.logsumexp[i] = kInfinity<T>;
+      s.logsumexp[i] = row.logsumexp;
       s.normalizer[i] = T(1);
-      s.delta[i] = T(0);
-      s.dead[i] = 0;
-      if (r >= rows) continue;
-      T lse = T(0);
-      load_row(p.logsumexp, batch, head, query + r, 0, 1, T(1), &lse);
-      s.dead[i] = lse == -kInfinity<T>;
-      s.any_dead[block] |= s.dead[i];
-      if (s.dead[i]) continue;
-      s.logsumexp[i] = lse;
-      inexact |= lse > kExactLogsumexp<T> || lse < -kExactLogsumexp<T>;
-      // delta <- dO . O + dW . W - dLSE
-      load_row(p.output, batch, head, query + r, 0, p.value_dim, T(1), s.row);
-      fill(s.row + p.value_dim, s.value_depth - p.value_dim, T(0));
-      T delta = dot(grad_output + r * s.value_depth, s.row, s.value_depth);
-      if (p.grad_weights) {
-        delta += dot_row(p.grad_weights, p.weights, batch, head, query + r, p.kv_len, step, s.row, s.factors);
-      }
-      if (p.grad_logsumexp) {
-        T grad = T(0);
-        load_row(p.grad_logsumexp, batch, head, query + r, 0, 1, T(1), &grad);
-        delta -= grad;
-      }
-      s.delta[i] = delta;
+      s.delta[i] = row.delta;
+      s.dead[i] = row.dead;
+      s.any_dead[block] |= row.dead;
+      inexact |= is_inexact(row.logsumexp);
     }
     if (inexact) normalize_block(p, s, {batch, head, query, rows, 0, 0}, block);
     if (!p.dropout.active) continue;

@@ -50,6 +50,13 @@ void drop_row(const Dropout& d, RowKeys keys, int64_t key, int64_t n, T* weights
   for (int64_t j = 0; j < n; ++j) weights[j] = keeps(d, keys, key + j) ? weights[j] : T(0);
 }
 
+// Of one row and n keys in the lanes: factor[j] = 1 / (1 - p) or 0.
+template <typename T>
+void keep_factors(const Dropout& d, RowKeys keys, int64_t key, int64_t n, T* factor) {
+  const T scale = static_cast<T>(d.keep_scale);
+  for (int64_t j = 0; j < n; ++j) factor[j] = keeps(d, keys, key + j) ? scale : T(0);
+}
+
 // The same for one key and n rows in the lanes: factor[i] = 1 / (1 - p) or 0.
 template <typename T>
 void keep_factors(const Dropout& d, const uint32_t* first, const uint32_t* second, int64_t key, int64_t n, T* factor) {

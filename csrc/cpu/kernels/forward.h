@@ -152,17 +152,14 @@ void begin_rows(const AttentionParams& p, ForwardScratch<T>& s, const ForwardTas
   std::memset(s.visited, 0, s.blocks.count);
 }
 
-// The tile of one block of keys as a whole: that of every head if they agree.
+// Points the tiles of all heads at a block of keys, and tells their common kind.
 template <typename T>
-TileKind classify_rows(const AttentionParams& p, ForwardScratch<T>& s, int64_t block) {
-  TileKind common = TileKind::full;
+TileKind select_keys(const AttentionParams& p, ForwardScratch<T>& s, int64_t block) {
   for (int64_t h = 0; h < s.heads_count; ++h) {
     s.heads[h].key = block * s.blocks.size;
     s.heads[h].keys = s.blocks.keys_of(block);
-    const TileKind kind = p.hides_anything() ? classify(p, s.heads[h]) : TileKind::full;
-    common = h == 0 || kind == common ? kind : TileKind::partial;
   }
-  return common;
+  return classify_all(p, s.heads, s.heads_count);
 }
 
 // One block of rows against one block of keys; `first` when nothing was added to O before.
@@ -197,7 +194,7 @@ void forward_block(const AttentionParams& p, ForwardScratch<T>& s, const Forward
   begin_rows(p, s, task, first, rows);
   bool untouched = true;
   for (int64_t block = task.first_key_block; block < task.last_key_block; ++block) {
-    const TileKind kind = classify_rows(p, s, block);
+    const TileKind kind = select_keys(p, s, block);
     if (kind == TileKind::empty) continue;
     s.visited[block] = 1;
     forward_tile(p, s, rows, kind, block, untouched);

@@ -22,8 +22,16 @@ constexpr int kRegisterRows = 6;  // 6 x 2 accumulators, 2 of B and 1 of A: 15 o
 constexpr int kRegisterRows = 4;
 #endif
 
+// How element (row, i) of A is found: i * lda + row where A is stored transposed.
+enum class Storage { plain, transposed };
+
+template <Storage A>
+constexpr int64_t place(int64_t row, int64_t i, int64_t lda) {
+  return A == Storage::plain ? row * lda + i : i * lda + row;
+}
+
 // C[0:Rows, 0:Vectors * width] (+)= A[0:Rows, 0:k] B[0:k, ...], accumulated in registers in ascending k
-template <int Rows, int Vectors, typename T>
+template <int Rows, int Vectors, Storage A, typename T>
 inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
                           bool accumulate) {
   Vec<T> sum[Rows][Vectors];
@@ -39,7 +47,7 @@ inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) sum[r][v] += a[r * lda + i] * row[v];
+      for (int v = 0; v < Vectors; ++v) sum[r][v] += a[place<A>(r, i, lda)] * row[v];
     }
   }
 #pragma GCC unroll 16
@@ -50,25 +58,28 @@ inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_
 }
 
 // One column strip of Vectors vectors: full register tiles, then single rows.
-template <int Vectors, typename T>
+template <int Vectors, Storage A, typename T>
 void column_strip(int64_t m, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
                   bool accumulate) {
   int64_t r = 0;
-  for (; r + kRegisterRows <= m; r += kRegisterRows) {
-    register_tile<kRegisterRows, Vectors>(k, a + r * lda, lda, b, ldb, c + r * ldc, ldc, accumulate);
-  }
-  for (; r + 4 <= m; r += 4) register_tile<4, Vectors>(k, a + r * lda, lda, b, ldb, c + r * ldc, ldc, accumulate);
-  for (; r < m; ++r) register_tile<1, Vectors>(k, a + r * lda, lda, b, ldb, c + r * ldc, ldc, accumulate);
+  const auto tile = [&]<int Rows>(std::integral_constant<int, Rows>) {
+    for (; r + Rows <= m; r += Rows) {
+      register_tile<Rows, Vectors, A>(k, a + place<A>(r, 0, lda), lda, b, ldb, c + r * ldc, ldc, accumulate);
+    }
+  };
+  tile(std::integral_constant<int, kRegisterRows>());
+  tile(std::integral_constant<int, 4>());
+  tile(std::integral_constant<int, 1>());
 }
 
 // C (m x n) (+)= A (m x k) B (k x n), n a multiple of kLanes
-template <typename T>
+template <typename T, Storage A = Storage::plain>
 void register_tiled_matmul(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                            int64_t ldc, bool accumulate) {
   constexpr int64_t w = kWidth<T>;
   int64_t j = 0;
-  for (; j + 2 * w <= n; j += 2 * w) column_strip<2>(m, k, a, lda, b + j, ldb, c + j, ldc, accumulate);
-  for (; j < n; j += w) column_strip<1>(m, k, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  for (; j + 2 * w <= n; j += 2 * w) column_strip<2, A>(m, k, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  for (; j < n; j += w) column_strip<1, A>(m, k, a, lda, b + j, ldb, c + j, ldc, accumulate);
 }
 
 template <typename T>
@@ -84,14 +95,14 @@ void matmul(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b
 
 // The same where zeros of A stand for hidden pairs and B holds an Inf or NaN: 0 * NaN must not reach C. Slow, and only
 // run for tiles that are partly hidden and not finite.
-template <typename T>
+template <typename T, Storage A = Storage::plain>
 void matmul_skipping_zeros_of_a(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                                 int64_t ldc, bool accumulate) {
   for (int64_t i = 0; i < m; ++i) {
     T* row = c + i * ldc;
     if (!accumulate) std::memset(row, 0, n * sizeof(T));
     for (int64_t j = 0; j < k; ++j) {
-      const T weight = a[i * lda + j];
+      const T weight = a[place<A>(i, j, lda)];
       if (weight == T(0)) continue;
       for (int64_t x = 0; x < n; ++x) row[x] += weight * b[j * ldb + x];
     }

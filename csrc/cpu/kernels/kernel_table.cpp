@@ -3,6 +3,7 @@
 #include "kernel_table.h"
 
 #include "backward.h"
+#include "backward_few_rows.h"
 #include "forward.h"
 
 #define MHA_EXT_JOIN_(a, b) a##b
@@ -38,7 +39,11 @@ void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, con
 template <typename T>
 int64_t backward_scratch_bytes(const BackwardParams& p, const GradQueryOrder& order, int64_t task_key_blocks) {
   Workspace measure(nullptr);
-  BackwardScratch<T> scratch(p, order, task_key_blocks, measure);
+  if (p.few_rows) {
+    FewRowsBackwardScratch<T> scratch(p, measure);
+  } else {
+    BackwardScratch<T> scratch(p, order, task_key_blocks, measure);
+  }
   return measure.used();
 }
 
@@ -46,6 +51,11 @@ template <typename T>
 void backward_worker(const BackwardParams& p, TaskQueue<BackwardTask>& queue, const GradQueryOrder& order,
                      int64_t task_key_blocks, std::byte* memory) {
   Workspace workspace(memory);
+  if (p.few_rows) {
+    FewRowsBackwardScratch<T> scratch(p, workspace);
+    while (const BackwardTask* task = take(queue)) few_rows_backward_task(p, *task, scratch);
+    return;
+  }
   BackwardScratch<T> scratch(p, order, task_key_blocks, workspace);
   while (const BackwardTask* task = take(queue)) backward_task(p, *task, order, scratch);
 }

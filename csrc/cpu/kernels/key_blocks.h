@@ -17,6 +17,15 @@ struct Matrix {
   int64_t ld;
 };
 
+// columns a multiple of kLanes
+template <typename T>
+bool rows_are_finite(const Matrix<T>& m, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (!all_finite(m.data + r * m.ld, columns)) return false;
+  }
+  return true;
+}
+
 template <typename T>
 class KeyBlocks {
  public:
@@ -68,11 +77,7 @@ class KeyBlocks {
 
   // Whether no Inf or NaN is among the values of a block.
   bool values_are_finite(int64_t block, const Matrix<T>& values) const {
-    if (packs_) return finite_[block];
-    for (int64_t r = 0; r < keys_of(block); ++r) {
-      if (!all_finite(values.data + r * values.ld, value_depth)) return false;
-    }
-    return true;
+    return packs_ ? finite_[block] : rows_are_finite(values, keys_of(block), value_depth);
   }
 
  private:

@@ -79,6 +79,16 @@ inline TileKind classify(const AttentionParams& p, const Tile& t) {
   return p.bias ? TileKind::biased : TileKind::full;
 }
 
+// What several tiles of the same keys are as one: what each is if they agree.
+inline TileKind classify_all(const AttentionParams& p, const Tile* tiles, int64_t count) {
+  if (!p.hides_anything()) return TileKind::full;
+  const TileKind first = classify(p, tiles[0]);
+  for (int64_t i = 1; i < count; ++i) {
+    if (classify(p, tiles[i]) != first) return TileKind::partial;
+  }
+  return first;
+}
+
 // score + added, -inf where added is: selected, so that a NaN behind a mask is gone
 template <typename T>
 inline Vec<T> add_or_hide(Vec<T> score, Vec<T> added) {

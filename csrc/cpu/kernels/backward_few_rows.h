@@ -1,0 +1,234 @@
+// Backward of rows so few that packing would cost more than the products: queries are rows and keys are lanes, as in
+// the forward, keys and values are read in place, and all rows that share a key head are taken at once:
+//   S = scale Q K^T, dP = dO V^T, then P = e^(S - LSE) and dS = P (dP - delta), then
+//   dV = P^T dO, dK = dS^T (scale Q), dQ += scale dS K.
+#pragma once
+
+#include "delta.h"
+#include "dropout.h"
+#include "few_rows.h"
+#include "key_blocks.h"
+#include "mask.h"
+
+namespace mha_ext::cpu {
+namespace {
+
+template <typename T>
+struct FewRowsBackwardScratch {
+  KeyBlocks<T> blocks;
+  int64_t rows;                // of all query heads that share a key head
+  T *queries, *grad_output;    // scale Q (rows, D), dO (rows, Dv)
+  T *logsumexp, *normalizer;   // (rows), see delta.h; 1 / sum_j e^(S_j - LSE) where LSE is too large to be exact
+  T *delta, *grad_query;       // (rows); dQ / scale (rows, D)
+  uint8_t* dead;               // (rows)
+  RowKeys* dropout;            // (rows)
+  T *scores, *grad_scores;     // (rows, keys of a block): S then P (after dropout), dP then dS
+  T *grad_keys, *grad_values;  // (keys of a block, D), (keys of a block, Dv)
+  T *row, *factors;            // (keys of a block or Dv)
+  Tile* heads;                 // the rows of each query head
+  bool any_dead, queries_finite, grad_output_finite;
+
+  FewRowsBackwardScratch(const BackwardParams& p, Workspace& w) : blocks(p, w), rows(p.group() * p.q_len) {
+    queries = w.take<T>(rows * blocks.depth);
+    grad_output = w.take<T>(rows * blocks.value_depth);
+    logsumexp = w.take<T>(rows);
+    normalizer = w.take<T>(rows);
+    delta = w.take<T>(rows);
+    grad_query = w.take<T>(rows * blocks.depth);
+    dead = w.take<uint8_t>(rows);
+    dropout = w.take<RowKeys>(rows);
+    scores = w.take<T>(rows * blocks.size);
+    grad_scores = w.take<T>(rows * blocks.size);
+    grad_keys = w.take<T>(blocks.size * blocks.depth);
+    grad_values = w.take<T>(blocks.size * blocks.value_depth);
+    row = w.take<T>(std::max(blocks.size, blocks.value_depth));
+    factors = w.take<T>(std::max(blocks.size, blocks.value_depth));
+    heads = w.take<Tile>(p.group());
+  }
+};
+
+// Points the tiles of all heads at a block of keys, and tells their common kind.
+template <typename T>
+TileKind select_keys(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t block) {
+  for (int64_t h = 0; h < p.group(); ++h) {
+    s.heads[h].key = block * s.blocks.size;
+    s.heads[h].keys = s.blocks.keys_of(block);
+  }
+  const TileKind kind = classify_all(p, s.heads, p.group());
+  return kind == TileKind::empty && p.uniform_dead_rows && s.any_dead ? TileKind::partial : kind;
+}
+
+// S <- scale Q K^T, with bias and -inf where hidden; padding keys are hidden.
+template <typename T>
+void few_rows_scores(const BackwardParams& p, FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix<T>& keys) {
+  const int64_t n = s.heads->keys;
+  few_rows_matmul_transposed(s.rows, n, s.blocks.depth, s.queries, s.blocks.depth, keys.data, keys.ld, s.scores,
+                             s.blocks.size);
+  for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
+    for (int64_t i = 0; i < t->queries; ++i) {
+      T* scores = s.scores + (t->row + i) * s.blocks.size;
+      if (kind == TileKind::partial) hide(p, *t, i, s.row, scores);
+      if (kind == TileKind::biased) add_bias(p, *t, i, n, s.row, scores);
+      fill(scores + n, padded(n) - n, -kInfinity<T>);
+    }
+  }
+}
+
+// normalizer <- 1 / sum_j e^(S_j - LSE)
+template <typename T>
+void normalize_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s) {
+  fill(s.normalizer, s.rows, T(0));
+  for (int64_t block = 0; block < s.blocks.count; ++block) {
+    const TileKind kind = select_keys(p, s, block);
+    if (kind == TileKind::empty) continue;
+    few_rows_scores(p, s, kind, s.blocks.keys(block));
+    for (int64_t r = 0; r < s.rows; ++r) {
+      const T* scores = s.scores + r * s.blocks.size;
+      Vec<T> sum{};
+      for (int64_t j = 0; j < padded(s.heads->keys); j += kWidth<T>) {
+        sum += exp2((load(scores + j) - s.logsumexp[r]) * kLog2e<T>);
+      }
+      s.normalizer[r] += horizontal_sum<T>(sum);
+    }
+  }
+  for (int64_t r = 0; r < s.rows; ++r) s.normalizer[r] = s.dead[r] ? T(1) : T(1) / s.normalizer[r];
+}
+
+// Everything that lives on the query side: Q, dO, LSE, delta, dropout keys of all rows of a key head.
+template <typename T>
+void load_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t batch, int64_t kv_head) {
+  const int64_t depth = s.blocks.depth, value_depth = s.blocks.value_depth;
+  bool inexact = false;
+  s.any_dead = false;
+  for (int64_t h = 0; h < p.group(); ++h) {
+    const int64_t head = kv_head * p.group() + h, first = h * p.q_len;
+    s.heads[h] = {batch, head, 0, p.q_len, 0, 0, first};
+    T* grad_output = s.grad_output + first * value_depth;
+    load_rows(p.query, batch, head, 0, p.q_len, p.head_dim, static_cast<T>(p.scale), p.q_len,
+              s.queries + first * depth);
+    load_rows(p.grad_output, batch, head, 0, p.q_len, p.value_dim, T(1), p.q_len, grad_output);
+    for (int64_t i = 0; i < p.q_len; ++i) {
+      const int64_t r = first + i;
+      const RowState<T> row =
+          row_state(p, batch, head, i, grad_output + i * value_depth, s.blocks.size, s.row, s.factors);
+      s.logsumexp[r] = row.logsumexp;
+      s.normalizer[r] = T(1);
+      s.delta[r] = row.delta;
+      s.dead[r] = row.dead;
+      s.any_dead |= row.dead;
+      inexact |= is_inexact(row.logsumexp);
+      if (p.dropout.active) s.dropout[r] = row_keys(p.dropout, batch, head, i);
+    }
+  }
+  s.queries_finite = all_finite(s.queries, s.rows * depth);
+  s.grad_output_finite = all_finite(s.grad_output, s.rows * value_depth);
+  fill(s.grad_query, s.rows * depth, T(0));
+  if (inexact) normalize_few_rows(p, s);
+}
+
+// One row of S and dP becomes P (as it multiplied V) and dS.
+template <typename T>
+void softmax_backward_row(const BackwardParams& p, FewRowsBackwardScratch<T>& s, const Tile& t, int64_t i) {
+  const int64_t r = t.row + i, n = padded(t.keys);
+  T* scores = s.scores + r * s.blocks.size;
+  T* grad_scores = s.grad_scores + r * s.blocks.size;
+  const T logsumexp = s.logsumexp[r], normalizer = s.normalizer[r], delta = s.delta[r];
+  const T* grad_weights = nullptr;
+  if (p.grad_weights) grad_weights = padded_row(p.grad_weights, t.batch, t.head, t.query + i, t.key, t.keys, s.row);
+  const T* factors = nullptr;
+  if (p.dropout.active) {
+    keep_factors(p.dropout, s.dropout[r], t.key, n, s.factors);
+    factors = s.factors;
+  }
+  for (int64_t j = 0; j < n; j += kWidth<T>) {
+    Vec<T> grad = load(grad_scores + j);
+    if (grad_weights) grad += load(grad_weights + j);
+    if (factors) grad = load(factors + j) == T(0) ? Vec<T>{} : grad * load(factors + j);
+    const Vec<T> score = load(scores + j);
+    Vec<T> probability = exp2((score - logsumexp) * kLog2e<T>) * normalizer;
+    grad = probability * (grad - delta);
+    store(grad_scores + j, score == -kInfinity<T> ? Vec<T>{} : grad);
+    probability = score == -kInfinity<T> ? Vec<T>{} : probability;
+    store(scores + j, factors ? probability * load(factors + j) : probability);
+  }
+  if (!s.dead[r] || !p.uniform_dead_rows) return;
+  const T probability = T(1) / static_cast<T>(p.kv_len);
+  for (int64_t j = 0; j < t.keys; ++j) scores[j] = probability * (factors ? factors[j] : T(1));
+}
+
+// grad_bias += dS; broadcast dimensions have stride 0, and this task owns what it adds to
+template <typename T>
+void add_few_rows_grad_bias(const BackwardParams& p, const FewRowsBackwardScratch<T>& s, const Tile& t) {
+  const View& v = p.grad_bias;
+  for (int64_t i = 0; i < t.queries; ++i) {
+    T* dst = static_cast<T*>(v.data) + v.offset(t.batch, t.head, t.query + i, t.key);
+    const T* src = s.grad_scores + (t.row + i) * s.blocks.size;
+    for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += src[j];
+  }
+}
+
+// dK and dV of one block of keys, and what it adds to dQ.
+template <typename T>
+void few_rows_products(FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix<T>& keys) {
+  const int64_t n = s.heads->keys, size = s.blocks.size, depth = s.blocks.depth, value_depth = s.blocks.value_depth;
+  const bool hides = kind != TileKind::full;
+  constexpr Storage transposed = Storage::transposed;
+  const auto values_product =
+      hides && !s.grad_output_finite ? matmul_skipping_zeros_of_a<T, transposed> : register_tiled_matmul<T, transposed>;
+  values_product(n, value_depth, s.rows, s.scores, size, s.grad_output, value_depth, s.grad_values, value_depth, false);
+  const auto keys_product =
+      hides && !s.queries_finite ? matmul_skipping_zeros_of_a<T, transposed> : register_tiled_matmul<T, transposed>;
+  keys_product(n, depth, s.rows, s.grad_scores, size, s.queries, depth, s.grad_keys, depth, false);
+  const bool skips = hides && !rows_are_finite(keys, n, depth);
+  const auto queries_product = skips ? matmul_skipping_zeros_of_a<T> : few_rows_matmul<T>;
+  queries_product(s.rows, depth, n, s.grad_scores, size, keys.data, keys.ld, s.grad_query, depth, true);
+}
+
+// All rows that share a key head.
+template <typename T>
+void few_rows_backward(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t batch, int64_t kv_head) {
+  const int64_t size = s.blocks.size, depth = s.blocks.depth, value_depth = s.blocks.value_depth;
+  s.blocks.select(batch, kv_head);
+  load_few_rows(p, s, batch, kv_head);
+  for (int64_t block = 0; block < s.blocks.count; ++block) {
+    const TileKind kind = select_keys(p, s, block);
+    const int64_t n = s.heads->keys, key = s.heads->key;
+    if (kind == TileKind::empty) {
+      fill(s.grad_keys, n * depth, T(0));
+      fill(s.grad_values, n * value_depth, T(0));
+    } else {
+      const Matrix<T> values = s.blocks.values(block), keys = s.blocks.keys(block);
+      few_rows_scores(p, s, kind, keys);
+      few_rows_matmul_transposed(s.rows, n, value_depth, s.grad_output, value_depth, values.data, values.ld,
+                                 s.grad_scores, size);
+      for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
+        for (int64_t i = 0; i < t->queries; ++i) softmax_backward_row(p, s, *t, i);
+        if (p.grad_bias) add_few_rows_grad_bias(p, s, *t);
+      }
+      few_rows_products(s, kind, keys);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      // Q was loaded scaled, so dK = dS^T (scale Q) is complete
+      store_row(p.grad_key, batch, kv_head, key + j, 0, p.head_dim, T(1), s.grad_keys + j * depth);
+      store_row(p.grad_value, batch, kv_head, key + j, 0, p.value_dim, T(1), s.grad_values + j * value_depth);
+    }
+  }
+  for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
+    for (int64_t i = 0; i < t->queries; ++i) {
+      store_row(p.grad_query, batch, t->head, i, 0, p.head_dim, static_cast<T>(p.scale),
+                s.grad_query + (t->row + i) * depth);
+    }
+  }
+}
+
+template <typename T>
+void few_rows_backward_task(const BackwardParams& p, const BackwardTask& task, FewRowsBackwardScratch<T>& s) {
+  for (int64_t batch = task.batch; batch < task.batch_end; ++batch) {
+    for (int64_t kv_head = task.kv_head; kv_head < task.kv_head_end; ++kv_head) {
+      few_rows_backward(p, s, batch, kv_head);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
