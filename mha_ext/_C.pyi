@@ -9,8 +9,17 @@ def brgemm_available() -> bool:
 def linear_backends() -> dict[str, str]:
     """'blas' or 'onednn' for the projections' products 'forward', 'grad_input' and 'grad_weight'."""
 
+def multiply_add(iterations: int) -> float:
+    """Multiplies and adds float32 numbers in the registers of all threads; returns how many operations that were."""
+
 def tile_size() -> tuple[int, int, int, int]:
     """Rows and columns of the score tile: forward queries and keys, then backward's."""
+
+def work_list(
+    backward: bool, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, is_causal: bool, threads: int
+) -> list[tuple[int, int, int, int, int, int]]:
+    """The tasks of a call in the order in which threads take them: tuples of batch, key head, first and last (excluded) row
+    of those that share the key head, first and last key."""
 
 def set_tile_size(forward_queries: int, forward_keys: int, backward_queries: int, backward_keys: int) -> None:
     """Sets what tile_size gives; not while another thread runs an operator.

@@ -10,6 +10,7 @@
 #include "huge_pages.h"
 #include "kernels/tile_size.h"
 #include "parallel.h"
+#include "work_split.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -105,55 +106,6 @@ bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads == 0 ||
 double product_flops(const AttentionParams& p) {
   return 2.0 * static_cast<double>(p.batch * p.heads) * static_cast<double>(p.q_len) * static_cast<double>(p.kv_len) *
          static_cast<double>(std::max(p.head_dim, p.value_dim));
-}
-
-// Key blocks of one part when few rows meet many keys; all of them otherwise. Not a matter of threads: results depend
-// on it in the last bit. Weights, and rows that see every key after all, need the whole row in one task.
-int64_t part_key_blocks(const AttentionParams& p) {
-  const bool splits = p.few_rows && !p.weights && !p.uniform_dead_rows;
-  return splits ? std::max<int64_t>(1, kPartKeys / p.tile.forward_keys) : std::max<int64_t>(1, p.forward_key_blocks());
-}
-
-// Rows that share keys and values stay in one task as far as four tasks for each thread allow: a task packs K and V.
-std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads) {
-  const int64_t heads = p.batch * p.kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
-  const int64_t shares = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
-  const int64_t step = part_key_blocks(p);
-  std::vector<ForwardTask> tasks;
-  for (int64_t i = 0; i < heads; ++i) {
-    for (int64_t share = 0; share < shares; ++share) {
-      for (int64_t key = 0; key == 0 || key < key_blocks; key += step) {
-        tasks.push_back({i / p.kv_heads, i % p.kv_heads, share * blocks / shares, (share + 1) * blocks / shares, key,
-                         std::min(key + step, key_blocks), key / step});
-      }
-    }
-  }
-  return tasks;
-}
-
-// All heads that add into one grad_bias share a task. Key blocks are split when there are few tasks otherwise.
-struct BackwardSplit {
-  std::vector<BackwardTask> tasks;
-  int64_t task_key_blocks;
-  bool ordered;  // several tasks add into one dQ
-};
-
-BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
-  const bool whole_batch = p.grad_bias && p.batch > 1 && p.grad_bias.stride[0] == 0;
-  const bool all_heads = p.grad_bias && p.heads > 1 && p.grad_bias.stride[1] == 0;
-  const int64_t batches = whole_batch ? p.batch : 1, kv_heads = all_heads ? p.kv_heads : 1;
-  const int64_t spans = (p.batch / batches) * (p.kv_heads / kv_heads);
-  BackwardSplit split;
-  split.ordered = !p.few_rows && threads > 1 && spans < 4 * threads && p.key_blocks() > 1;
-  split.task_key_blocks = split.ordered ? 1 : p.key_blocks();
-  for (int64_t b = 0; b < p.batch; b += batches) {
-    for (int64_t h = 0; h < p.kv_heads; h += kv_heads) {
-      for (int64_t k = 0; k < p.key_blocks(); k += split.task_key_blocks) {
-        split.tasks.push_back({b, b + batches, h, h + kv_heads, k, k + split.task_key_blocks});
-      }
-    }
-  }
-  return split;
 }
 
 void run_backward(const BackwardParams& p, at::ScalarType dtype) {

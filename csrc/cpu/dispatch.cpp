@@ -2,9 +2,11 @@
 
 #include "kernels/tile_size.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <string_view>
 
 namespace mha_ext::cpu {
@@ -25,6 +27,16 @@ const KernelTable& kernel_table() {
 
 const Kernels& kernels_for(at::ScalarType dtype) {
   return dtype == at::kDouble ? kernel_table().f64 : kernel_table().f32;
+}
+
+double multiply_add(int64_t iterations) {
+  const Kernels& kernels = kernel_table().f32;
+  const int64_t threads = at::get_num_threads();
+  std::atomic<double> sum{0};
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sum = sum + kernels.multiply_add(iterations);
+  });
+  return static_cast<double>(threads * iterations * kernels.peak_operations);
 }
 
 namespace {

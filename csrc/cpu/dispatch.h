@@ -13,6 +13,9 @@ const KernelTable& kernel_table();
 // Its functions for the accumulation type of a dtype: fp64 for double, else fp32.
 const Kernels& kernels_for(at::ScalarType dtype);
 
+// Multiplies and adds in all threads for `iterations` turns; returns the floating-point operations that were.
+double multiply_add(int64_t iterations);
+
 // Rows and columns of the score tiles, positive multiples of 16. Setting them is for tests and tuning, and not safe
 // while another thread runs an operator.
 TileSize tile_size();

@@ -3,6 +3,7 @@
 #include "cpu/brgemm.h"
 #include "cpu/dispatch.h"
 #include "cpu/linear.h"
+#include "cpu/work_split.h"
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -28,6 +29,35 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> get_tile_size() {
   return {t.forward_queries, t.forward_keys, t.backward_queries, t.backward_keys};
 }
 
+// Of each task, in the order in which they are taken: batch, key head, first and last (excluded) row and key.
+using Task = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+std::vector<Task> work_list(bool backward, int64_t batch, int64_t heads, int64_t kv_heads, int64_t q_len,
+                            int64_t kv_len, bool is_causal, int64_t threads) {
+  BackwardParams p{};
+  p.batch = batch;
+  p.heads = heads;
+  p.kv_heads = kv_heads;
+  p.q_len = q_len;
+  p.kv_len = kv_len;
+  p.is_causal = is_causal;
+  p.tile = tile_size();
+  std::vector<Task> tasks;
+  const int64_t rows = p.group() * q_len;
+  if (backward) {
+    for (const auto& t : split_backward(p, threads).tasks) {
+      tasks.emplace_back(t.batch, t.kv_head, 0, rows, t.first_block * p.tile.backward_keys,
+                         std::min(kv_len, t.last_block * p.tile.backward_keys));
+    }
+    return tasks;
+  }
+  for (const auto& t : split_forward(p, threads)) {
+    tasks.emplace_back(t.batch, t.kv_head, t.first_block * p.tile.forward_queries,
+                       std::min(rows, t.last_block * p.tile.forward_queries), 0, kv_len);
+  }
+  return tasks;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -46,7 +76,13 @@ PYBIND11_MODULE(_C, m) {
         "Whether float32 tile products run in oneDNN's batch-reduce GEMM; otherwise in the kernels' own.");
   m.def("linear_backends", &linear_backends,
         "'blas' or 'onednn' for the projections' products 'forward', 'grad_input' and 'grad_weight'.");
+  m.def("multiply_add", &multiply_add, py::arg("iterations"), py::call_guard<py::gil_scoped_release>(),
+        "Multiplies and adds float32 numbers in the registers of all threads; returns how many operations that were.");
   m.def("tile_size", &get_tile_size, "Rows and columns of the score tile: forward queries and keys, then backward's.");
+  m.def("work_list", &work_list, py::arg("backward"), py::arg("batch"), py::arg("heads"), py::arg("kv_heads"),
+        py::arg("q_len"), py::arg("kv_len"), py::arg("is_causal"), py::arg("threads"),
+        "The tasks of a call in the order in which threads take them: tuples of batch, key head, first and last "
+        "(excluded) row of those that share the key head, first and last key.");
   m.def(
       "set_tile_size",
       [](int64_t forward_queries, int64_t forward_keys, int64_t backward_queries, int64_t backward_keys) {

@@ -290,11 +290,11 @@ void add_grad_bias(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t
   }
 }
 
-// Waits until key block k - 1 has passed query block q_block of this head; see GradQueryOrder.
-inline void wait_for_turn(const GradQueryOrder& order, int64_t progress_index, int64_t key_block, int64_t q_block) {
+// Waits until key block k - 1 has passed the query block that is number `step` on its way; see GradQueryOrder.
+inline void wait_for_turn(const GradQueryOrder& order, int64_t progress_index, int64_t key_block, int64_t step) {
   if (!order.progress || key_block == 0) return;
   const std::atomic<int64_t>& previous = order.progress[progress_index - 1];
-  while (previous.load(std::memory_order_acquire) <= q_block && !order.stopped->load(std::memory_order_relaxed)) {
+  while (previous.load(std::memory_order_acquire) <= step && !order.stopped->load(std::memory_order_relaxed)) {
     std::this_thread::yield();
   }
 }
@@ -312,10 +312,19 @@ void store_grad_query(const BackwardParams& p, BackwardScratch<T>& s, const Tile
   }
 }
 
+// The last block of keys that limits leave to be seen from a block of queries: with it dQ is complete. Later queries
+// see as many keys or more, so a key block has to do with the first of the steps only, and waits for nothing after
+// them.
+inline int64_t last_key_block(const BackwardParams& p, const Tile& t) {
+  const int64_t most = visible_keys(p, t.batch, t.query + t.queries - 1);
+  return most == 0 ? 0 : (most - 1) / p.tile.backward_keys;
+}
+
 // All five products of one tile; dQ is added in key-block order.
 template <typename T>
 void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQueryOrder& order, const Tile& t,
-                   int64_t key_block, int64_t slot, int64_t q_block) {
+                   int64_t key_block, int64_t slot, int64_t step) {
+  const int64_t q_block = s.query_blocks - 1 - step;
   const int64_t lanes = s.query_block, columns = padded(t.keys);
   const bool reaches_dead = p.uniform_dead_rows && s.any_dead[q_block];
   TileKind kind = p.hides_anything() ? classify(p, t) : TileKind::full;
@@ -341,12 +350,14 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
                  s.grad_keys + slot * s.key_block * s.depth, s.depth, true);
     if (p.grad_bias) add_grad_bias(p, s, t);
   }
+  const int64_t last = last_key_block(p, t);
+  if (key_block > last) return;  // nothing but dead rows sees these keys
   const int64_t head = t.batch * p.heads + t.head;
   const int64_t progress_index = head * s.key_blocks + key_block;
   T* grad_query_t = order.accumulator
                         ? static_cast<T*>(order.accumulator) + (head * s.query_blocks + q_block) * s.depth * lanes
                         : s.grad_query_t + q_block * s.depth * lanes;
-  wait_for_turn(order, progress_index, key_block, q_block);
+  wait_for_turn(order, progress_index, key_block, step);
   if (live) {
     // dQ^T += K^T dS^T
     const auto queries_product =
@@ -356,8 +367,8 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
   } else if (key_block == 0) {
     fill(grad_query_t, s.depth * lanes, T(0));
   }
-  if (key_block == s.key_blocks - 1) store_grad_query(p, s, t, grad_query_t);
-  if (order.progress) order.progress[progress_index].store(q_block + 1, std::memory_order_release);
+  if (key_block == last) store_grad_query(p, s, t, grad_query_t);
+  if (order.progress) order.progress[progress_index].store(step + 1, std::memory_order_release);
 }
 
 template <typename T>
@@ -370,12 +381,14 @@ void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const G
     pack_query_side(p, s, batch, head);
     for (int64_t block = task.first_block; block < task.last_block; ++block) {
       const int64_t key = block * p.tile.backward_keys;
-      for (int64_t q_block = 0; q_block < s.query_blocks; ++q_block) {
-        const int64_t query = q_block * p.tile.backward_queries;
+      // From the last query to the first: under a causal mask later keys then end early rather than wait for their
+      // turn.
+      for (int64_t step = 0; step < s.query_blocks; ++step) {
+        const int64_t query = (s.query_blocks - 1 - step) * p.tile.backward_queries;
         const Tile tile = {batch, head,
                            query, std::min(p.tile.backward_queries, p.q_len - query),
                            key,   std::min(p.tile.backward_keys, p.kv_len - key)};
-        backward_tile(p, s, order, tile, block, block - task.first_block, q_block);
+        backward_tile(p, s, order, tile, block, block - task.first_block, step);
       }
     }
   }

@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "backward_few_rows.h"
 #include "forward.h"
+#include "peak.h"
 
 #define MHA_EXT_JOIN_(a, b) a##b
 #define MHA_EXT_JOIN(a, b) MHA_EXT_JOIN_(a, b)
@@ -62,7 +63,8 @@ void backward_worker(const BackwardParams& p, TaskQueue<BackwardTask>& queue, co
 
 template <typename T>
 constexpr Kernels kernels() {
-  return {forward_scratch_bytes<T>, forward_worker<T>, backward_scratch_bytes<T>, backward_worker<T>};
+  return {forward_scratch_bytes<T>, forward_worker<T>, backward_scratch_bytes<T>,
+          backward_worker<T>,       multiply_add<T>,   kPeakOperations<T>};
 }
 
 }  // namespace

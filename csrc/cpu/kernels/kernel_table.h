@@ -24,6 +24,8 @@ struct Kernels {
   int64_t (*backward_scratch_bytes)(const BackwardParams&, const GradQueryOrder&, int64_t task_key_blocks);
   void (*backward_worker)(const BackwardParams&, TaskQueue<BackwardTask>&, const GradQueryOrder&,
                           int64_t task_key_blocks, std::byte* scratch);
+  double (*multiply_add)(int64_t iterations);  // see peak.h
+  int64_t peak_operations;                     // of one iteration
 };
 
 struct KernelTable {

@@ -1,0 +1,92 @@
+#include "work_split.h"
+
+#include "kernels/tile_size.h"
+
+#include <algorithm>
+
+namespace mha_ext::cpu {
+namespace {
+
+// Key blocks of one part when few rows meet many keys; all of them otherwise. Not a matter of threads: results depend
+// on it in the last bit. Weights, and rows that see every key after all, need the whole row in one task.
+int64_t part_key_blocks(const AttentionParams& p) {
+  const bool splits = p.few_rows && !p.weights && !p.uniform_dead_rows;
+  return splits ? std::max<int64_t>(1, kPartKeys / p.tile.forward_keys) : std::max<int64_t>(1, p.forward_key_blocks());
+}
+
+// Keys that the last row of a block sees.
+int64_t keys_of_block(const AttentionParams& p, int64_t batch, int64_t block) {
+  const int64_t limit = p.key_limit(batch);
+  const int64_t last = std::min((block + 1) * p.tile.forward_queries, p.group() * p.q_len) - 1;
+  return p.is_causal ? std::clamp<int64_t>(last % p.q_len + p.causal_offset + 1, 0, limit) : limit;
+}
+
+int64_t cost(const AttentionParams& p, const ForwardTask& task) {
+  int64_t keys = 0;
+  for (int64_t block = task.first_block; block < task.last_block; ++block) keys += keys_of_block(p, task.batch, block);
+  return keys;
+}
+
+// A (batch, key head) span of backward tasks; the longest first.
+struct Span {
+  int64_t batch, kv_head;
+};
+
+std::vector<Span> spans_of(const BackwardParams& p, int64_t batches, int64_t kv_heads) {
+  std::vector<Span> spans;
+  for (int64_t b = 0; b < p.batch; b += batches) {
+    for (int64_t h = 0; h < p.kv_heads; h += kv_heads) spans.push_back({b, h});
+  }
+  if (p.key_lengths && batches == 1) {
+    std::stable_sort(spans.begin(), spans.end(),
+                     [&](const Span& a, const Span& b) { return p.key_limit(a.batch) > p.key_limit(b.batch); });
+  }
+  return spans;
+}
+
+}  // namespace
+
+std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads) {
+  const int64_t heads = p.batch * p.kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
+  const int64_t shares = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
+  const int64_t step = part_key_blocks(p);
+  std::vector<ForwardTask> tasks;
+  for (int64_t i = 0; i < heads; ++i) {
+    for (int64_t share = 0; share < shares; ++share) {
+      for (int64_t key = 0; key == 0 || key < key_blocks; key += step) {
+        tasks.push_back({i / p.kv_heads, i % p.kv_heads, share * blocks / shares, (share + 1) * blocks / shares, key,
+                         std::min(key + step, key_blocks), key / step});
+      }
+    }
+  }
+  if (threads > 1 && (p.is_causal || p.key_lengths)) {
+    std::stable_sort(tasks.begin(), tasks.end(),
+                     [&](const ForwardTask& a, const ForwardTask& b) { return cost(p, a) > cost(p, b); });
+  }
+  return tasks;
+}
+
+BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
+  const bool whole_batch = p.grad_bias && p.batch > 1 && p.grad_bias.stride[0] == 0;
+  const bool all_heads = p.grad_bias && p.heads > 1 && p.grad_bias.stride[1] == 0;
+  const int64_t batches = whole_batch ? p.batch : 1, kv_heads = all_heads ? p.kv_heads : 1;
+  const std::vector<Span> spans = spans_of(p, batches, kv_heads);
+  const auto count = static_cast<int64_t>(spans.size());
+  BackwardSplit split;
+  split.ordered = !p.few_rows && threads > 1 && count < 4 * threads && p.key_blocks() > 1;
+  split.task_key_blocks = split.ordered ? 1 : p.key_blocks();
+  // Key block k of a span follows k - 1 through the queries, so of n threads in one span the last starts n steps late.
+  // Two threads stay together, which keeps a thread on one head; more than that turn to other spans.
+  const int64_t together = std::clamp<int64_t>(threads / 2, 1, std::max<int64_t>(1, count));
+  for (int64_t first = 0; first < count; first += together) {
+    for (int64_t k = 0; k < p.key_blocks(); k += split.task_key_blocks) {
+      for (int64_t i = first; i < std::min(first + together, count); ++i) {
+        const auto [b, h] = spans[i];
+        split.tasks.push_back({b, b + batches, h, h + kv_heads, k, k + split.task_key_blocks});
+      }
+    }
+  }
+  return split;
+}
+
+}  // namespace mha_ext::cpu

@@ -1,0 +1,23 @@
+// How a call is cut into tasks, in the order in which threads take them: the long ones first, so that all threads end
+// at about the same time.
+#pragma once
+
+#include "kernels/attention_params.h"
+
+#include <vector>
+
+namespace mha_ext::cpu {
+
+// Rows that share keys and values stay in one task as far as four tasks for each thread allow: a task packs K and V.
+std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads);
+
+struct BackwardSplit {
+  std::vector<BackwardTask> tasks;
+  int64_t task_key_blocks;
+  bool ordered;  // several tasks add into one dQ: see GradQueryOrder
+};
+
+// All heads that add into one grad_bias share a task. Key blocks are split when there are few tasks otherwise.
+BackwardSplit split_backward(const BackwardParams& p, int64_t threads);
+
+}  // namespace mha_ext::cpu

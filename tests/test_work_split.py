@@ -1,0 +1,87 @@
+"""How work is cut into tasks: whole, and balanced on more threads than this machine has. Nothing is timed."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+import pytest
+
+from mha_ext import _C
+
+THREADS = 64
+SHAPES = {  # batch, heads, kv_heads, length
+    "many heads": (16, 16, 16, 512),
+    "few heads": (1, 8, 8, 4096),
+    "groups": (4, 32, 8, 2048),
+    "long": (1, 8, 8, 16384),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+causal = pytest.mark.parametrize("is_causal", [False, True])
+
+
+def tasks_of(backward, shape, is_causal, threads=THREADS):
+    batch, heads, kv_heads, length = shape
+    return _C.work_list(backward, batch, heads, kv_heads, length, length, is_causal, threads)
+
+
+def visible_area(rows, keys, length, is_causal):
+    """Scores of a tile, 0 if the causal limit hides all of it; rows are numbered over the heads of a group."""
+    last_query = (rows[1] - 1) % length
+    return 0 if is_causal and keys[0] > last_query else (rows[1] - rows[0]) * (keys[1] - keys[0])
+
+
+def tiles(first, last, step):
+    return [(i, min(i + step, last)) for i in range(first, last, step)]
+
+
+@shapes
+@causal
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 64])
+def test_every_score_is_in_one_task(shape, is_causal, backward, threads):
+    batch, heads, kv_heads, length = shape
+    areas = defaultdict(set)
+    for b, h, first_row, last_row, first_key, last_key in tasks_of(backward, shape, is_causal, threads):
+        rectangle = (first_row, last_row, first_key, last_key)
+        assert rectangle not in areas[b, h]
+        areas[b, h].add(rectangle)
+    assert len(areas) == batch * kv_heads
+    for rectangles in areas.values():
+        assert sum((b - a) * (d - c) for a, b, c, d in rectangles) == heads // kv_heads * length * length
+
+
+@shapes
+@causal
+def test_forward_is_balanced(shape, is_causal):
+    length = shape[3]
+    step_rows, step_keys, _, _ = _C.tile_size()
+    free = [0] * THREADS
+    for _, _, first_row, last_row, first_key, last_key in tasks_of(False, shape, is_causal):
+        rows, keys = tiles(first_row, last_row, step_rows), tiles(first_key, last_key, step_keys)
+        cost = sum(visible_area(r, k, length, is_causal) for r in rows for k in keys)
+        heapq.heapreplace(free, free[0] + cost)
+    assert max(free) <= 1.1 * sum(free) / THREADS
+
+
+@shapes
+@causal
+def test_backward_is_balanced(shape, is_causal):
+    """Waiting included: key block k of a head adds to the gradient of a query block after key block k - 1 did. Of the five
+    products of a tile that is the last."""
+    batch, heads, kv_heads, length = shape
+    _, _, step_queries, step_keys = _C.tile_size()
+    free, work = [0] * THREADS, 0
+    passed = defaultdict(int)  # (batch, key head, query block): when the last key block has added to it
+    for b, h, first_row, last_row, first_key, last_key in tasks_of(True, shape, is_causal):
+        now = heapq.heappop(free)
+        for block in reversed(tiles(first_row, last_row, step_queries)):
+            for keys in tiles(first_key, last_key, step_keys):
+                cost = visible_area(block, keys, length, is_causal)
+                if cost == 0:
+                    continue
+                work += cost
+                now = max(now + 0.8 * cost, passed[b, h, block[0]]) + 0.2 * cost
+                passed[b, h, block[0]] = now
+        heapq.heappush(free, now)
+    assert max(free) <= 1.1 * work / THREADS
