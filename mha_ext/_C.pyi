@@ -18,8 +18,11 @@ def tile_size() -> tuple[int, int, int, int]:
 def work_list(
     backward: bool, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, is_causal: bool, threads: int
 ) -> list[tuple[int, int, int, int, int, int]]:
-    """The tasks of a call in the order in which threads take them: tuples of batch, key head, first and last (excluded) row
-    of those that share the key head, first and last key."""
+    """The tasks of a call in the order in which threads take them.
+
+    Each is a tuple of batch, key head, first and last (excluded) row of those that share the key head, first and last
+    key.
+    """
 
 def set_tile_size(forward_queries: int, forward_keys: int, backward_queries: int, backward_keys: int) -> None:
     """Sets what tile_size gives; not while another thread runs an operator.

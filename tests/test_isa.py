@@ -28,9 +28,9 @@ print(_C.cpu_capability())
 """
 
 
-def run(level: str | None, onednn: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own, with PyTorch and us held back to a level (None: not), oneDNN to another."""
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level or "", "ONEDNN_MAX_CPU_ISA": onednn}
+def run(level: str | None, *arguments: str, products: str = "onednn") -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, held back to a level (None: not); products: "own" or "onednn"."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level or "", "MHA_EXT_TILE_PRODUCTS": products}
     if level is None:
         del environment["ATEN_CPU_CAPABILITY"]
     command = [sys.executable, *arguments]
@@ -39,14 +39,15 @@ def run(level: str | None, onednn: str, *arguments: str) -> subprocess.Completed
 
 @pytest.mark.skipif("ATEN_CPU_CAPABILITY" in os.environ, reason="the instruction set is chosen already")
 @pytest.mark.parametrize(
-    "level, onednn",
-    # The best level runs everywhere else, but not without oneDNN's fast kernels.
-    [*((level, "ALL") for level in LEVELS[:BEST]), (LEVELS[BEST], "SSE41")],
+    "level, products",
+    # The best level runs everywhere else, but not without oneDNN's tile products.
+    [*((level, "onednn") for level in LEVELS[:BEST]), (LEVELS[BEST], "own")],
 )
-def test_values_and_gradients(level, onednn):
-    used = run(level, onednn, "-c", "from mha_ext import _C; print(_C.cpu_capability())")
-    assert used.stdout.strip() == level, used.stderr
-    marked = run(level, onednn, "-m", "pytest", "-q", "-x", "-m", "isa", "-p", "no:cacheprovider", "tests")
+def test_values_and_gradients(level, products):
+    used = run(level, "-c", SCRIPT + "print(_C.brgemm_available())", products=products)
+    assert used.stdout.split()[0] == level, used.stderr
+    assert products == "onednn" or used.stdout.split()[1] == "False"
+    marked = run(level, "-m", "pytest", "-q", "-x", "-m", "isa", "-p", "no:cacheprovider", "tests", products=products)
     assert marked.returncode == 0, marked.stdout[-4000:] + marked.stderr[-1000:]
 
 
@@ -60,14 +61,14 @@ def processor_flags() -> set[str]:
 @pytest.fixture(scope="module")
 def best() -> str:
     """What is used when nothing is asked for."""
-    used = run(None, "ALL", "-c", SCRIPT)
+    used = run(None, "-c", SCRIPT)
     assert used.returncode == 0, used.stderr
     return used.stdout.strip()
 
 
 @pytest.mark.parametrize("level", ["avx512", "avx1024", ""])
 def test_a_level_beyond_the_processor_or_unknown_is_the_best(level, best):
-    used = run(level, "ALL", "-c", SCRIPT)
+    used = run(level, "-c", SCRIPT)
     assert used.returncode == 0, used.stderr
     assert used.stdout.strip() == best
     assert NEEDED[best] <= processor_flags()

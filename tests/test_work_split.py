@@ -67,8 +67,8 @@ def test_forward_is_balanced(shape, is_causal):
 @shapes
 @causal
 def test_backward_is_balanced(shape, is_causal):
-    """Waiting included: key block k of a head adds to the gradient of a query block after key block k - 1 did. Of the five
-    products of a tile that is the last."""
+    """Waiting included: key block k of a head adds to the gradient of a query block after key block k - 1 did, by the
+    last of the five products of a tile."""
     batch, heads, kv_heads, length = shape
     _, _, step_queries, step_keys = _C.tile_size()
     free, work = [0] * THREADS, 0
