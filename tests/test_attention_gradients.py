@@ -19,7 +19,7 @@ from tests.checks import (
     isa_every,
     plain_gradients,
 )
-from tests.test_attention import BOUNDARIES, FEATURES, TILE_SIZES
+from tests.test_attention import BOUNDARIES, FEATURES, FEW_ROWS, TILE_SIZES
 
 attention = torch.ops.mha_ext.attention
 attention_backward = torch.ops.mha_ext.attention_backward
@@ -60,6 +60,23 @@ def differentiate(inputs):
 def test_gradients_of_feature_combinations(row):
     torch.set_num_threads(row["threads"])
     inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=2)
+    check(inputs, differentiate(inputs))
+
+
+@pytest.mark.parametrize("row", isa_every(5, FEW_ROWS), ids=row_id)
+def test_gradients_of_few_rows(row):
+    torch.set_num_threads(row["threads"])
+    inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=4)
+    check(inputs, differentiate(inputs))
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(1, 1025), (4, 1024), (4, 1600), (65, 1025)])
+@pytest.mark.parametrize("size", [4.0, 8.0])
+def test_gradients_of_peaked_weights(q_len, kv_len, size):
+    """Forward and backward find the same scores, in parts or not: otherwise e^(S - LSE) misses the one weight of 1."""
+    inputs = make(Case("peaked", batch=1, q_len=q_len, kv_len=kv_len, head_dim=64))
+    inputs.query *= size
+    inputs.key *= size
     check(inputs, differentiate(inputs))
 
 

@@ -58,6 +58,17 @@ def test_any_number_of_threads(case, dtype):
         assert_same_bits(expected, found)
 
 
+def test_small_tiles_of_few_rows_in_parts(set_tile_size):
+    """However small the tile, the rows that share parts of the keys are put together once."""
+    set_tile_size(16, 16, 64, 128)
+    case = Case("few rows", batch=1, heads=1, q_len=24, kv_len=8192, head_dim=16)
+    torch.set_num_threads(1)
+    expected = run(make(case))
+    torch.set_num_threads(2)
+    for _ in range(10):
+        assert_same_bits(expected, run(make(case)))
+
+
 @shapes
 def test_runs_after_one_another(case):
     torch.set_num_threads(2)

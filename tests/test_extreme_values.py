@@ -27,6 +27,22 @@ def test_gradients_of_a_row_of_huge_scores(level, kv_len, dtype):
     assert torch.equal(d_q, torch.zeros_like(d_q))
 
 
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 3e4), (torch.bfloat16, 3e4), (torch.float64, 1e9)])
+@pytest.mark.parametrize(
+    "q_len, heads, kv_len", [(1, 1, 1025), (4, 8, 1025), (64, 1, 1025), (65, 1, 1025), (4, 8, 3000)]
+)
+def test_gradients_of_huge_scores_are_finite(dtype, size, q_len, heads, kv_len):
+    """Scores so large that one rounding of them is worth more than e^88."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q = (torch.randn(1, heads, q_len, 64, dtype=dtype) * size).requires_grad_()
+        k, v = ((torch.randn(1, 1, kv_len, 64, dtype=dtype) * size).requires_grad_() for _ in range(2))
+        output = mha_ext.attention(q, k, v)
+        assert output.isfinite().all()
+        for gradient in torch.autograd.grad(output.sum(), [q, k, v]):
+            assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_engine_and_composite_agree_on_a_padded_sample_of_huge_bias(threads):
     before = torch.get_num_threads()

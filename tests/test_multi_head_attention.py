@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -377,3 +380,59 @@ def test_agrees_with_the_documents_numpy_class(masked):
     found = ours(*(torch.from_numpy(a) for a in (x, y, y)), None if mask is None else torch.from_numpy(mask))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.detach(), torch.from_numpy(b), rtol=1e-10, atol=1e-12)
+
+
+LAYOUTS_OF_PARAMETERS = """
+import torch
+
+torch.manual_seed(0)
+op = torch.ops.mha_ext.multi_head_attention
+x = torch.randn(3, 40, 64)
+weight, bias = torch.randn(64, 64) / 8, torch.randn(64)
+dense = op(x, x, x, weight, weight, weight, weight, bias, bias, bias, bias, 4)[0]
+wide, tall = torch.zeros(64, 128), torch.zeros(128)
+wide[:, ::2], tall[::2] = weight, bias
+layouts = {"strided": (wide[:, ::2], tall[::2]), "transposed": (weight.t().contiguous().t(), bias)}
+for name, (w, b) in layouts.items():
+    torch.testing.assert_close(op(x, x, x, w, w, w, w, b, b, b, b, 4)[0], dense, rtol=1e-5, atol=1e-5, msg=name)
+one = torch.ones(1)
+same = op(x, x, x, weight, weight, weight, weight, *[one.expand(64)] * 4, 4)[0]
+torch.testing.assert_close(same, op(x, x, x, weight, weight, weight, weight, *[torch.ones(64)] * 4, 4)[0])
+"""
+
+
+@pytest.mark.parametrize("library", ["blas", "onednn"])
+def test_parameters_of_any_layout(library):
+    environment = {**os.environ, "MHA_EXT_LINEAR": library}
+    command = [sys.executable, "-c", "import mha_ext\n" + LAYOUTS_OF_PARAMETERS]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("lengths", [(10, 64, 30), (64, 64, 60), (1, 0, 64)], ids=str)
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_padded_keys(lengths, causal, uniform):
+    """They need no projection, unless a query that sees no key takes the mean of all values, padding included."""
+    layer = make_self_attention(
+        Case("padded", batch=3, q_len=64, kv_len=64, causal=causal, key_lengths=lengths, uniform_dead_rows=uniform)
+    )
+    leaves = {name: x.requires_grad_() for name, x in layer.leaves().items()}
+    results = multi_head_attention(*layer.arguments(), **layer.options)
+    check(layer, results, gradients(results, layer, leaves))
+
+
+def test_nothing_leaks_from_padded_keys():
+    x, y = torch.randn(2, 9, 16), torch.randn(2, 40, 16)
+    weights = [torch.randn(16, 16) for _ in range(4)]
+
+    def run(padding: float) -> list[Tensor]:
+        keys = y.clone()
+        keys[0, 12:], keys[1, 30:] = padding, padding
+        leaves = [t.clone().requires_grad_() for t in (x, keys, *weights)]
+        arguments = (leaves[0], leaves[1], leaves[1], *leaves[2:], None, None, None, None, 4)
+        output = multi_head_attention(*arguments, key_lengths=torch.tensor([12, 30]))[0]
+        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+    for found, expected in zip(run(math.nan), run(0.0), strict=True):
+        assert torch.equal(found, expected)

@@ -96,7 +96,9 @@ Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const a
   p.uniform_dead_rows = options.uniform_dead_rows;
   p.dropout = dropout_of(options);
   p.tile = tile_size();
+  // Forward and backward alike, so that both find the same scores to the last bit.
   p.few_rows = p.kv_heads > 0 && p.group() * p.q_len <= kernel_table().few_rows;
+  if (p.few_rows) p.tile.forward_queries = std::max(p.tile.forward_queries, padded(p.group() * p.q_len));
   return prepared;
 }
 
@@ -107,6 +109,23 @@ double product_flops(const AttentionParams& p) {
   return 2.0 * static_cast<double>(p.batch * p.heads) * static_cast<double>(p.q_len) * static_cast<double>(p.kv_len) *
          static_cast<double>(std::max(p.head_dim, p.value_dim));
 }
+
+// Memory for the parts of few rows.
+struct PartsMemory {
+  Parts parts;
+  at::Tensor memory;
+  std::vector<std::atomic<int64_t>> finished;
+
+  PartsMemory(const AttentionParams& p, int64_t count, int64_t width, at::ScalarType dtype)
+      : finished(count > 1 ? p.batch * p.kv_heads : 0) {
+    parts.count = count;
+    if (count == 1) return;
+    memory = at::empty({p.batch * p.kv_heads, count, p.group() * p.q_len, width},
+                       at::TensorOptions(accumulate_dtype(dtype)));
+    parts.memory = memory.mutable_data_ptr();
+    parts.finished = finished.data();
+  }
+};
 
 void run_backward(const BackwardParams& p, at::ScalarType dtype) {
   const Kernels& kernels = kernels_for(dtype);
@@ -120,8 +139,10 @@ void run_backward(const BackwardParams& p, at::ScalarType dtype) {
     const int64_t block = padded(std::min(p.tile.backward_queries, p.q_len));
     accumulator = at::empty({p.batch * p.heads, p.query_blocks(), padded(p.head_dim), block},
                             at::TensorOptions(accumulate_dtype(dtype)));
-    order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped};
+    order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped, {}};
   }
+  const PartsMemory memory(p, split.tasks.back().part + 1, padded(p.head_dim), dtype);
+  order.parts = memory.parts;
   const int64_t bytes = kernels.backward_scratch_bytes(p, order, split.task_key_blocks);
   run_workers(threads, queue, bytes,
               [&](std::byte* scratch) { kernels.backward_worker(p, queue, order, split.task_key_blocks, scratch); });
@@ -153,20 +174,9 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
   const int64_t threads = useful_threads(2 * product_flops(p));
   const std::vector<ForwardTask> tasks = split_forward(p, threads);
   TaskQueue<ForwardTask> queue{tasks.data(), static_cast<int64_t>(tasks.size())};
-  ForwardParts parts;
-  at::Tensor memory;
-  std::vector<std::atomic<int64_t>> finished;
-  parts.count = tasks.back().part + 1;
-  if (parts.count > 1) {
-    const int64_t heads = p.batch * p.kv_heads;
-    memory = at::empty({heads, parts.count, p.group() * p.q_len, 2 + padded(p.value_dim)},
-                       at::TensorOptions(accumulate_dtype(query.scalar_type())));
-    finished = std::vector<std::atomic<int64_t>>(heads);
-    parts.memory = memory.mutable_data_ptr();
-    parts.finished = finished.data();
-  }
+  const PartsMemory memory(p, tasks.back().part + 1, 2 + padded(p.value_dim), query.scalar_type());
   run_workers(threads, queue, kernels.forward_scratch_bytes(p),
-              [&](std::byte* scratch) { kernels.forward_worker(p, queue, parts, scratch); });
+              [&](std::byte* scratch) { kernels.forward_worker(p, queue, memory.parts, scratch); });
 }
 
 at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,
@@ -175,8 +185,6 @@ at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::opt
                                    const at::Tensor& grad_key, const at::Tensor& grad_value) {
   auto prepared = prepare<BackwardParams>(saved.query, saved.key, saved.value, options);
   BackwardParams& p = prepared.params;
-  // Their keys are not split among threads, so there must not be many; not a matter of threads, as bits depend on it.
-  p.few_rows = p.few_rows && p.kv_len <= kFewRowsKeys;
   p.output = view_of(saved.output);
   p.logsumexp = view_of(saved.logsumexp);
   p.grad_output = view_of(grad_output);

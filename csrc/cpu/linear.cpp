@@ -46,7 +46,9 @@ const std::optional<OneDnn>& onednn() {
 }
 
 Tensor onednn_product(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return onednn()->linear.call(x, w, b, "none", at::List<std::optional<at::Scalar>>(), "");
+  // It takes any strides of x and w, but reads b as if it were dense.
+  const auto dense = b.has_value() && b->defined() ? OptionalTensor(b->contiguous()) : std::nullopt;
+  return onednn()->linear.call(x, w, dense, "none", at::List<std::optional<at::Scalar>>(), "");
 }
 
 Tensor run(Product product, bool dnn, const Tensor& a, const Tensor& b, const OptionalTensor& bias) {

@@ -8,10 +8,10 @@ namespace mha_ext::cpu {
 namespace {
 
 // Key blocks of one part when few rows meet many keys; all of them otherwise. Not a matter of threads: results depend
-// on it in the last bit. Weights, and rows that see every key after all, need the whole row in one task.
-int64_t part_key_blocks(const AttentionParams& p) {
-  const bool splits = p.few_rows && !p.weights && !p.uniform_dead_rows;
-  return splits ? std::max<int64_t>(1, kPartKeys / p.tile.forward_keys) : std::max<int64_t>(1, p.forward_key_blocks());
+// on it in the last bit.
+int64_t part_key_blocks(const AttentionParams& p, bool splits) {
+  return p.few_rows && splits ? std::max<int64_t>(1, kPartKeys / p.tile.forward_keys)
+                              : std::max<int64_t>(1, p.forward_key_blocks());
 }
 
 // Keys that the last row of a block sees.
@@ -49,7 +49,8 @@ std::vector<Span> spans_of(const BackwardParams& p, int64_t batches, int64_t kv_
 std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads) {
   const int64_t heads = p.batch * p.kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
   const int64_t shares = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
-  const int64_t step = part_key_blocks(p);
+  // Weights, and rows that see every key after all, need the whole row in one task.
+  const int64_t step = part_key_blocks(p, !p.weights && !p.uniform_dead_rows);
   std::vector<ForwardTask> tasks;
   for (int64_t i = 0; i < heads; ++i) {
     for (int64_t share = 0; share < shares; ++share) {
@@ -74,15 +75,18 @@ BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
   const auto count = static_cast<int64_t>(spans.size());
   BackwardSplit split;
   split.ordered = !p.few_rows && threads > 1 && count < 4 * threads && p.key_blocks() > 1;
-  split.task_key_blocks = split.ordered ? 1 : p.key_blocks();
+  const int64_t key_blocks = p.few_rows ? p.forward_key_blocks() : p.key_blocks();
+  // A part reads the whole gradient of its weights: then there is only one.
+  split.task_key_blocks = split.ordered ? 1 : p.few_rows ? part_key_blocks(p, !p.grad_weights) : key_blocks;
   // Key block k of a span follows k - 1 through the queries, so of n threads in one span the last starts n steps late.
   // Two threads stay together, which keeps a thread on one head; more than that turn to other spans.
   const int64_t together = std::clamp<int64_t>(threads / 2, 1, std::max<int64_t>(1, count));
   for (int64_t first = 0; first < count; first += together) {
-    for (int64_t k = 0; k < p.key_blocks(); k += split.task_key_blocks) {
+    for (int64_t k = 0; k < key_blocks; k += split.task_key_blocks) {
       for (int64_t i = first; i < std::min(first + together, count); ++i) {
         const auto [b, h] = spans[i];
-        split.tasks.push_back({b, b + batches, h, h + kv_heads, k, k + split.task_key_blocks});
+        split.tasks.push_back({b, b + batches, h, h + kv_heads, k, std::min(k + split.task_key_blocks, key_blocks),
+                               p.few_rows ? k / split.task_key_blocks : 0});
       }
     }
   }

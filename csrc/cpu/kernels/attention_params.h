@@ -81,17 +81,18 @@ struct ForwardTask {
   int64_t batch, kv_head, first_block, last_block, first_key_block, last_key_block, part;
 };
 
-// Where tasks that share rows leave their parts; the last to finish puts them together.
-struct ForwardParts {
+// Where tasks that share the few rows of a key head leave their parts; the last to finish puts them together, in order.
+struct Parts {
   int64_t count = 1;                         // of each head; 1: nothing is shared
-  void* memory = nullptr;                    // (B * Hkv, count, rows, 2 + padded Dv): m, l, O
+  void* memory = nullptr;                    // (B * Hkv, count, rows, width)
   std::atomic<int64_t>* finished = nullptr;  // (B * Hkv)
 };
 
 // Backward work: key blocks [first, last) of the key/value heads [kv_head, kv_head_end) of batches [batch, batch_end).
-// More than one head only where they add into the same grad_bias.
+// More than one head only where they add into the same grad_bias. With few rows the blocks are those of the forward.
 struct BackwardTask {
   int64_t batch, batch_end, kv_head, kv_head_end, first_block, last_block;
+  int64_t part = 0;
 };
 
 // dQ is summed over key blocks in ascending order, whichever threads work on them: progress[head * key_blocks + k]
@@ -100,6 +101,7 @@ struct GradQueryOrder {
   void* accumulator = nullptr;  // (B * H, query blocks, D, block queries), null: one task per head, no waiting
   std::atomic<int64_t>* progress = nullptr;    // (B * H, key blocks)
   const std::atomic<bool>* stopped = nullptr;  // another thread has failed: do not wait for it
+  Parts parts;                                 // of few rows instead: dQ / scale, width D
 };
 
 }  // namespace mha_ext::cpu

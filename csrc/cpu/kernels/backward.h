@@ -124,7 +124,7 @@ void normalize_block(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int
       }
     }
   }
-  for (int64_t i = 0; i < lanes; ++i) sums[i] = logsumexp[i] == kInfinity<T> ? T(1) : T(1) / sums[i];
+  for (int64_t i = 0; i < lanes; ++i) sums[i] = inverse_of_sum(sums[i]);
 }
 
 // Everything of one head that lives on the query side: Q, dO and their transposes, LSE, delta, dropout keys.

@@ -91,7 +91,7 @@ void normalize_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s) {
       s.normalizer[r] += horizontal_sum<T>(sum);
     }
   }
-  for (int64_t r = 0; r < s.rows; ++r) s.normalizer[r] = s.dead[r] ? T(1) : T(1) / s.normalizer[r];
+  for (int64_t r = 0; r < s.rows; ++r) s.normalizer[r] = inverse_of_sum(s.normalizer[r]);
 }
 
 // Everything that lives on the query side: Q, dO, LSE, delta, dropout keys of all rows of a key head.
@@ -184,13 +184,29 @@ void few_rows_products(FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix
   queries_product(s.rows, depth, n, s.grad_scores, size, keys.data, keys.ld, s.grad_query, depth, true);
 }
 
-// All rows that share a key head.
+// dQ of all parts instead of one, if this task is the last of its head to finish.
 template <typename T>
-void few_rows_backward(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t batch, int64_t kv_head) {
+bool merge_grad_query(const BackwardParams& p, const Parts& parts, FewRowsBackwardScratch<T>& s, int64_t part,
+                      int64_t head) {
+  const int64_t size = s.rows * s.blocks.depth;
+  T* first = static_cast<T*>(parts.memory) + head * parts.count * size;
+  std::memcpy(first + part * size, s.grad_query, size * sizeof(T));
+  if (parts.finished[head].fetch_add(1) + 1 < parts.count) return false;
+  fill(s.grad_query, size, T(0));
+  for (int64_t i = 0; i < parts.count; ++i) {
+    for (int64_t x = 0; x < size; ++x) s.grad_query[x] += first[i * size + x];
+  }
+  return true;
+}
+
+// All rows that share a key head, against the key blocks of the task.
+template <typename T>
+void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const Parts& parts,
+                       FewRowsBackwardScratch<T>& s, int64_t batch, int64_t kv_head) {
   const int64_t size = s.blocks.size, depth = s.blocks.depth, value_depth = s.blocks.value_depth;
   s.blocks.select(batch, kv_head);
   load_few_rows(p, s, batch, kv_head);
-  for (int64_t block = 0; block < s.blocks.count; ++block) {
+  for (int64_t block = task.first_block; block < task.last_block; ++block) {
     const TileKind kind = select_keys(p, s, block);
     const int64_t n = s.heads->keys, key = s.heads->key;
     if (kind == TileKind::empty) {
@@ -213,6 +229,7 @@ void few_rows_backward(const BackwardParams& p, FewRowsBackwardScratch<T>& s, in
       store_row(p.grad_value, batch, kv_head, key + j, 0, p.value_dim, T(1), s.grad_values + j * value_depth);
     }
   }
+  if (parts.count > 1 && !merge_grad_query(p, parts, s, task.part, batch * p.kv_heads + kv_head)) return;
   for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
     for (int64_t i = 0; i < t->queries; ++i) {
       store_row(p.grad_query, batch, t->head, i, 0, p.head_dim, static_cast<T>(p.scale),
@@ -222,10 +239,11 @@ void few_rows_backward(const BackwardParams& p, FewRowsBackwardScratch<T>& s, in
 }
 
 template <typename T>
-void few_rows_backward_task(const BackwardParams& p, const BackwardTask& task, FewRowsBackwardScratch<T>& s) {
+void few_rows_backward_task(const BackwardParams& p, const BackwardTask& task, const Parts& parts,
+                            FewRowsBackwardScratch<T>& s) {
   for (int64_t batch = task.batch; batch < task.batch_end; ++batch) {
     for (int64_t kv_head = task.kv_head; kv_head < task.kv_head_end; ++kv_head) {
-      few_rows_backward(p, s, batch, kv_head);
+      few_rows_backward(p, task, parts, s, batch, kv_head);
     }
   }
 }

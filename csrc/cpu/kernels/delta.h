@@ -16,11 +16,18 @@ struct RowState {
   bool dead = false;  // sees no key
 };
 
-// Beyond this |LSE| its rounding shows in P: LSE = max + log(sum) keeps nothing of log(sum) at 1e9, where a row of such
-// biases would get P = 1 for every key.
+// Beyond this |LSE| its rounding shows in P = e^(S - LSE), which is then divided by its sum: at 32 it is 2^-19 in fp32,
+// and at 1e9 nothing of log(sum) is left in LSE = max + log(sum), so that a row of such biases would get P = 1 for
+// every key.
 template <typename T>
 bool is_inexact(T logsumexp) {
-  return logsumexp < -T(256) || (logsumexp > T(256) && logsumexp != kInfinity<T>);
+  return logsumexp < -T(32) || (logsumexp > T(32) && logsumexp != kInfinity<T>);
+}
+
+// 1 for rows that sum to nothing: dead ones, and those whose LSE was not that of their scores.
+template <typename T>
+T inverse_of_sum(T sum) {
+  return sum == T(0) ? T(1) : T(1) / sum;
 }
 
 // a . b over n elements, n a multiple of kLanes

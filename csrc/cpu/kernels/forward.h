@@ -203,16 +203,16 @@ void forward_block(const AttentionParams& p, ForwardScratch<T>& s, const Forward
   if (untouched) fill(s.output, rows * s.blocks.value_depth, T(0));
 }
 
-// What a task that saw only part of the keys leaves: for each row m, l and O.
+// What a task that saw only part of the keys leaves: for each row m, l and O, of width 2 + Dv.
 template <typename T>
-T* part_of(const AttentionParams& p, const ForwardParts& parts, const ForwardTask& task, int64_t part, int64_t row) {
+T* part_of(const AttentionParams& p, const Parts& parts, const ForwardTask& task, int64_t part, int64_t row) {
   const int64_t head = task.batch * p.kv_heads + task.kv_head, rows = p.group() * p.q_len;
   return static_cast<T*>(parts.memory) + ((head * parts.count + part) * rows + row) * (2 + padded(p.value_dim));
 }
 
 template <typename T>
-void store_part(const AttentionParams& p, const ForwardParts& parts, const ForwardTask& task,
-                const ForwardScratch<T>& s, int64_t first, int64_t rows) {
+void store_part(const AttentionParams& p, const Parts& parts, const ForwardTask& task, const ForwardScratch<T>& s,
+                int64_t first, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
     T* dst = part_of<T>(p, parts, task, task.part, first + r);
     dst[0] = s.rows[r].maximum;
@@ -223,7 +223,7 @@ void store_part(const AttentionParams& p, const ForwardParts& parts, const Forwa
 
 // m, l and O of a block of rows from all parts, in their order: the same bits whichever thread does it.
 template <typename T>
-void merge_parts(const AttentionParams& p, const ForwardParts& parts, const ForwardTask& task, ForwardScratch<T>& s,
+void merge_parts(const AttentionParams& p, const Parts& parts, const ForwardTask& task, ForwardScratch<T>& s,
                  int64_t first, int64_t rows) {
   const int64_t depth = s.blocks.value_depth;
   for (int64_t r = 0; r < rows; ++r) {
@@ -246,7 +246,7 @@ void merge_parts(const AttentionParams& p, const ForwardParts& parts, const Forw
 }
 
 template <typename T>
-void forward_task(const AttentionParams& p, const ForwardTask& task, const ForwardParts& parts, ForwardScratch<T>& s) {
+void forward_task(const AttentionParams& p, const ForwardTask& task, const Parts& parts, ForwardScratch<T>& s) {
   s.blocks.select(task.batch, task.kv_head);
   const int64_t step = p.tile.forward_queries, all = p.group() * p.q_len;
   for (int64_t block = task.first_block; block < task.last_block; ++block) {

@@ -30,8 +30,7 @@ int64_t forward_scratch_bytes(const AttentionParams& p) {
 }
 
 template <typename T>
-void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, const ForwardParts& parts,
-                    std::byte* memory) {
+void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, const Parts& parts, std::byte* memory) {
   Workspace workspace(memory);
   ForwardScratch<T> scratch(p, workspace);
   while (const ForwardTask* task = take(queue)) forward_task(p, *task, parts, scratch);
@@ -54,7 +53,7 @@ void backward_worker(const BackwardParams& p, TaskQueue<BackwardTask>& queue, co
   Workspace workspace(memory);
   if (p.few_rows) {
     FewRowsBackwardScratch<T> scratch(p, workspace);
-    while (const BackwardTask* task = take(queue)) few_rows_backward_task(p, *task, scratch);
+    while (const BackwardTask* task = take(queue)) few_rows_backward_task(p, *task, order.parts, scratch);
     return;
   }
   BackwardScratch<T> scratch(p, order, task_key_blocks, workspace);

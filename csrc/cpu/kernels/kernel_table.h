@@ -20,7 +20,7 @@ struct TaskQueue {
 // as many bytes as the function before it says.
 struct Kernels {
   int64_t (*forward_scratch_bytes)(const AttentionParams&);
-  void (*forward_worker)(const AttentionParams&, TaskQueue<ForwardTask>&, const ForwardParts&, std::byte* scratch);
+  void (*forward_worker)(const AttentionParams&, TaskQueue<ForwardTask>&, const Parts&, std::byte* scratch);
   int64_t (*backward_scratch_bytes)(const BackwardParams&, const GradQueryOrder&, int64_t task_key_blocks);
   void (*backward_worker)(const BackwardParams&, TaskQueue<BackwardTask>&, const GradQueryOrder&,
                           int64_t task_key_blocks, std::byte* scratch);

@@ -22,7 +22,4 @@ constexpr TileSize kDefaultTile = {64, 256, 64, 128};
 // head with a long cache still keeps all threads busy.
 constexpr int64_t kPartKeys = 512;
 
-// Their backward leaves the keys of a head to one thread: at 1024 keys of D = 64 that is about a millisecond.
-constexpr int64_t kFewRowsKeys = 1024;
-
 }  // namespace mha_ext::cpu
