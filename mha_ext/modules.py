@@ -33,7 +33,7 @@ def _modules_are_called_plainly() -> bool:
     )
 
 
-def _plain_parameters(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+def _plain_parameters(module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     """(weight, bias) if calling the module does nothing but x W^T + b with them, else None.
 
     None for a subclass or another module, for one with a hook, a parametrisation or a forward of its own, and where a
@@ -52,10 +52,10 @@ def _plain_parameters(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     ):
         return None
     parameters = module._parameters
-    if "weight" not in parameters or "bias" not in parameters:
+    if "bias" not in parameters:
         return None
-    weight, bias = parameters["weight"], parameters["bias"]
-    if type(weight) not in _PLAIN_TENSORS or not (bias is None or type(bias) in _PLAIN_TENSORS):
+    weight, bias = parameters.get("weight"), parameters["bias"]
+    if weight is None or type(weight) not in _PLAIN_TENSORS or not (bias is None or type(bias) in _PLAIN_TENSORS):
         return None
     return weight, bias
 

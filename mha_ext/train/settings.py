@@ -13,7 +13,13 @@ from .errors import TrainError, shown
 MODEL_NAMES = ("decoder", "seq2seq")
 
 # annotation of a setting -> the types of its values; no subclasses, so that True is no number
-TYPES = {"str": [str], "list[str]": [list], "int": [int], "float": [float, int], "int | None": [int, type(None)]}
+TYPES: dict[str, list[type]] = {
+    "str": [str],
+    "list[str]": [list],
+    "int": [int],
+    "float": [float, int],
+    "int | None": [int, type(None)],
+}
 
 
 @dataclass(frozen=True)
