@@ -12,6 +12,7 @@ import torch
 from mha_ext.cli import CommandError, Parser, fail
 
 from . import machine, plots, report
+from .peers import OURS
 from .rows import ROWS, select
 
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 4.0, 0.5
@@ -59,6 +60,8 @@ def main(argv: list[str]) -> int:
             print(error, file=sys.stderr)
             return 1
         _say(arguments, report.text_line(report.cells(measured[-1], arguments.targets)))
+    if any(row["implementations"][OURS]["share"] > 1 for row in measured):
+        _say(arguments, "note: shares of the peak above 100%: the machine was busy while its peak was measured")
     return _finish(arguments, report.make_report(probed, measured), old)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 REBUILD = "build it with `make build` in the source tree, or with `pip install --no-build-isolation .`"
+if Path(__file__).parents[1].joinpath("CMakeLists.txt").is_file():
+    REBUILD += "; this is the source folder, and an installed mha_ext is found from any other"
 LIBRARY = Path(__file__).with_name("libmha_ext.dylib" if sys.platform == "darwin" else "libmha_ext.so")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -378,3 +381,21 @@ def test_random_shapes_are_right_or_refused():
                 ops.attention(**tensors)
             refused += 1
     assert accepted > 500 and refused > 500
+
+
+@pytest.mark.parametrize("name", ["MHA_EXT_LINEAR", "MHA_EXT_TILE_PRODUCTS"])
+def test_a_wrong_environment_variable(name):
+    script = """
+import torch, mha_ext
+layer = mha_ext.MultiHeadAttention(64, 2)
+x = torch.randn(1, 100, 64)
+try:
+    layer(x, x, x)
+except ValueError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, env={**os.environ, name: "foo"}, capture_output=True, text=True, timeout=300)
+    assert ran.stdout.startswith(f"{name}: expected ") and "onednn" in ran.stdout and ", got foo" in ran.stdout, (
+        ran.stderr
+    )

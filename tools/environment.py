@@ -191,6 +191,7 @@ def install_editable(python):
             return
     say("installing mha_ext in editable mode, with numpy, matplotlib and pytest")
     pip(python, "--no-build-isolation", "--editable", f"{ROOT}[train,bench,test]")
+    say(f"ready: {python} -m mha_ext info")
 
 
 def main():

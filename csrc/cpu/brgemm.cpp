@@ -1,20 +1,17 @@
 // oneDNN's batch-reduce GEMM through ATen, behind the plain functions of kernels/gemm.h.
 #include "brgemm.h"
 
+#include "environment.h"
 #include "kernels/gemm.h"
 
 #include <ATen/native/CPUBlas.h>
-
-#include <cstdlib>
-#include <string_view>
 
 namespace mha_ext::cpu {
 
 // fp32 brgemm needs x86 with AVX2 and a torch built with oneDNN: a small product tells.
 bool brgemm_available() {
   static const bool available = [] {
-    const char* wish = std::getenv("MHA_EXT_TILE_PRODUCTS");
-    if (wish && std::string_view(wish) == "own") return false;
+    if (environment_choice("MHA_EXT_TILE_PRODUCTS", {"own", "onednn"}) == "own") return false;
     try {
       alignas(64) float a[kLanes * kLanes] = {}, b[kLanes * kLanes] = {}, c[kLanes * kLanes];
       brgemm_f32(kLanes, kLanes, kLanes, a, kLanes, b, kLanes, c, kLanes, false);

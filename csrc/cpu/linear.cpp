@@ -1,5 +1,7 @@
 #include "linear.h"
 
+#include "environment.h"
+
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
@@ -11,7 +13,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdlib>
 #include <string_view>
 
 namespace mha_ext::cpu {
@@ -84,9 +85,9 @@ bool measure_onednn(Product product) {
 
 bool choose_onednn(Product product) {
   static const std::array<bool, kProducts> choice = [] {
-    const char* wish = std::getenv("MHA_EXT_LINEAR");
-    if (wish && std::string_view(wish) == "blas") return std::array<bool, kProducts>{};
-    if (wish && std::string_view(wish) == "onednn" && onednn()) return std::array<bool, kProducts>{true, true, true};
+    const std::string_view wish = environment_choice("MHA_EXT_LINEAR", {"blas", "onednn"});
+    if (wish == "blas") return std::array<bool, kProducts>{};
+    if (wish == "onednn" && onednn()) return std::array<bool, kProducts>{true, true, true};
     return std::array<bool, kProducts>{measure_onednn(kForward), measure_onednn(kGradInput),
                                        measure_onednn(kGradWeight)};
   }();

@@ -125,8 +125,8 @@ class Run:
         if self.with_export:
             export(self.model, {name: getattr(s, name) for name in EXPORTED_SETTINGS}, folder / EXPORT)
             difference, largest = compare(self.model, folder / EXPORT, next(data.held_out_batches()).first(8))
-            checked = f"loaded again; logits up to {largest:.3g} differ from eager by at most {difference:.2g}"
-            files.append((EXPORT, "TorchScript with its vocabulary: torch.jit.load, or torch::jit::load in C++"))
+            checked = f"loaded again; logits (up to {largest:.3g}) equal eager's within {difference:.2g}"
+            files.append((EXPORT, "TorchScript with its vocabulary: import mha_ext; torch.jit.load"))
         if not self.quiet:
             say("", *("  | " + line for line in sample.splitlines()), "")
         say(*self.summary(checked), *(f"  {name:<14} {meaning}" for name, meaning in files), *notes)
