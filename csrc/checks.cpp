@@ -250,7 +250,7 @@ LayerSizes check_layer_sizes(const Context& c, const Tensor& query, const Tensor
 }
 
 // Without memory of its own that could be read: fake, functional, inside a transform.
-bool is_wrapper(const Tensor& tensor) { return tensor.key_set().has_any(at::kTensorSubclassLike); }
+bool is_wrapper(const Tensor& tensor) { return !(tensor.key_set() & at::kTensorSubclassLike).empty(); }
 
 template <typename T>
 void check_key_length_values(const char* op, const Tensor& key_lengths, int64_t kv_len) {
