@@ -31,9 +31,11 @@ inline at::Tensor empty_logsumexp(const AttentionSizes& s, const at::TensorOptio
   return at::empty_symint({s.batch, s.heads, s.q_len}, options.dtype(accumulate_dtype(dtype)));
 }
 
-// The gradient of query, key or value (B, heads, L, dim).
+// The gradient of query, key or value (B, heads, L, dim): contiguous if the tensor is, as autograd would copy it
+// otherwise, else stored as (B, L, heads, dim), which is how heads that were split from features lie.
 inline at::Tensor empty_heads_like(const at::Tensor& tensor) {
   const auto sizes = tensor.sym_sizes();
+  if (tensor.is_contiguous_or_false()) return at::empty_symint(sizes, tensor.options());
   return empty_heads(sizes[0], sizes[1], sizes[2], sizes[3], tensor.options());
 }
 

@@ -198,6 +198,17 @@ def test_loss_on_one_result_alone(used, dropout_p):
     check(inputs, dict(zip(leaves, found, strict=True)))
 
 
+@pytest.mark.parametrize("kernel", ["engine", "composite"])
+def test_gradients_lie_as_their_tensors(kernel):
+    """Else autograd would copy them: contiguous as contiguous tensors, by length as heads that were split from features."""
+    query, value = torch.randn(2, 3, 70, 8), torch.randn(2, 3, 90, 8)
+    key = torch.randn(2, 90, 3, 8).transpose(1, 2)
+    results = attention(query, key, value)
+    arguments = (torch.ones_like(results[0]), None, None, query, key, value, *results)
+    found = attention_backward(*arguments) if kernel == "engine" else composite(attention_backward, *arguments)
+    assert [x.stride() for x in found[:3]] == [query.stride(), key.stride(), value.stride()]
+
+
 @pytest.mark.parametrize("layout", ["expanded", "inner_transposed", "odd_strides"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_incoming_gradients_of_any_stride(layout, dtype):

@@ -288,8 +288,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_gradients(const AttentionSi
       need_bias_grad
           ? grad_scores.sum_to_size_symint(options.bias->sym_sizes()).to(options.bias->scalar_type()).contiguous()
           : at::empty({0}, query_.options());
-  const auto finished = [&](const Tensor& heads) { return stored_by_length(heads.to(query_.dtype())); };
-  return {finished(grad_query), finished(grad_key), finished(grad_value), grad_bias};
+  const auto stored_like = [](const Tensor& gradient, const Tensor& tensor) {
+    const auto heads = gradient.to(tensor.scalar_type());
+    return tensor.is_contiguous_or_false() ? heads.contiguous() : stored_by_length(heads);
+  };
+  return {stored_like(grad_query, query_), stored_like(grad_key, key_), stored_like(grad_value, value_), grad_bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_output,
