@@ -200,7 +200,7 @@ def test_loss_on_one_result_alone(used, dropout_p):
 
 @pytest.mark.parametrize("kernel", ["engine", "composite"])
 def test_gradients_lie_as_their_tensors(kernel):
-    """Else autograd would copy them: contiguous as contiguous tensors, by length as heads that were split from features."""
+    """Else autograd would copy them: contiguous as contiguous tensors, by length as heads split from features."""
     query, value = torch.randn(2, 3, 70, 8), torch.randn(2, 3, 90, 8)
     key = torch.randn(2, 90, 3, 8).transpose(1, 2)
     results = attention(query, key, value)
