@@ -141,8 +141,8 @@ def markdown(report: dict, targets: bool) -> str:
 
 _LEGEND = (
     "Layers are (batch, length, d_model, heads), cores (batch, heads, length, head size); train is forward and "
-    "backward. The ratio is the best peer's time over ours, taken in turns: median and quartiles. Memory is "
-    "the peak above inputs and parameters."
+    "backward. The ratio is the best peer's time over ours, taken in turns: median and quartiles. Memory is the peak "
+    "above inputs and parameters."
 )
 
 

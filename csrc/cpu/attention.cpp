@@ -141,7 +141,7 @@ void run_backward(const BackwardParams& p, at::ScalarType dtype) {
                             at::TensorOptions(accumulate_dtype(dtype)));
     order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped, {}};
   }
-  const PartsMemory memory(p, split.tasks.back().part + 1, padded(p.head_dim), dtype);
+  const PartsMemory memory(p, split.parts, padded(p.head_dim), dtype);
   order.parts = memory.parts;
   const int64_t bytes = kernels.backward_scratch_bytes(p, order, split.task_key_blocks);
   run_workers(threads, queue, bytes,
@@ -172,9 +172,9 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
   }
   const Kernels& kernels = kernels_for(query.scalar_type());
   const int64_t threads = useful_threads(2 * product_flops(p));
-  const std::vector<ForwardTask> tasks = split_forward(p, threads);
-  TaskQueue<ForwardTask> queue{tasks.data(), static_cast<int64_t>(tasks.size())};
-  const PartsMemory memory(p, tasks.back().part + 1, 2 + padded(p.value_dim), query.scalar_type());
+  const ForwardSplit split = split_forward(p, threads);
+  TaskQueue<ForwardTask> queue{split.tasks.data(), static_cast<int64_t>(split.tasks.size())};
+  const PartsMemory memory(p, split.parts, 2 + padded(p.value_dim), query.scalar_type());
   run_workers(threads, queue, kernels.forward_scratch_bytes(p),
               [&](std::byte* scratch) { kernels.forward_worker(p, queue, memory.parts, scratch); });
 }

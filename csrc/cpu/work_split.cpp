@@ -3,6 +3,7 @@
 #include "kernels/tile_size.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace mha_ext::cpu {
 namespace {
@@ -21,10 +22,20 @@ int64_t keys_of_block(const AttentionParams& p, int64_t batch, int64_t block) {
   return p.is_causal ? std::clamp<int64_t>(last % p.q_len + p.causal_offset + 1, 0, limit) : limit;
 }
 
+int64_t parts_of(int64_t key_blocks, int64_t step) { return std::max<int64_t>(1, (key_blocks + step - 1) / step); }
+
 int64_t cost(const AttentionParams& p, const ForwardTask& task) {
   int64_t keys = 0;
   for (int64_t block = task.first_block; block < task.last_block; ++block) keys += keys_of_block(p, task.batch, block);
   return keys;
+}
+
+void sort_by_cost(const AttentionParams& p, std::vector<ForwardTask>& tasks) {
+  std::vector<std::pair<int64_t, ForwardTask>> sorted;
+  sorted.reserve(tasks.size());
+  for (const ForwardTask& task : tasks) sorted.emplace_back(cost(p, task), task);
+  std::stable_sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (size_t i = 0; i < tasks.size(); ++i) tasks[i] = sorted[i].second;
 }
 
 // A (batch, key head) span of backward tasks; the longest first.
@@ -46,7 +57,7 @@ std::vector<Span> spans_of(const BackwardParams& p, int64_t batches, int64_t kv_
 
 }  // namespace
 
-std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads) {
+ForwardSplit split_forward(const AttentionParams& p, int64_t threads) {
   const int64_t heads = p.batch * p.kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
   const int64_t shares = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
   // Weights, and rows that see every key after all, need the whole row in one task.
@@ -60,11 +71,8 @@ std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads
       }
     }
   }
-  if (threads > 1 && (p.is_causal || p.key_lengths)) {
-    std::stable_sort(tasks.begin(), tasks.end(),
-                     [&](const ForwardTask& a, const ForwardTask& b) { return cost(p, a) > cost(p, b); });
-  }
-  return tasks;
+  if (threads > 1 && (p.is_causal || p.key_lengths)) sort_by_cost(p, tasks);
+  return {std::move(tasks), parts_of(key_blocks, step)};
 }
 
 BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
@@ -78,6 +86,7 @@ BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
   const int64_t key_blocks = p.few_rows ? p.forward_key_blocks() : p.key_blocks();
   // A part reads the whole gradient of its weights: then there is only one.
   split.task_key_blocks = split.ordered ? 1 : p.few_rows ? part_key_blocks(p, !p.grad_weights) : key_blocks;
+  split.parts = p.few_rows ? parts_of(key_blocks, split.task_key_blocks) : 1;
   // Key block k of a span follows k - 1 through the queries, so of n threads in one span the last starts n steps late.
   // Two threads stay together, which keeps a thread on one head; more than that turn to other spans.
   const int64_t together = std::clamp<int64_t>(threads / 2, 1, std::max<int64_t>(1, count));

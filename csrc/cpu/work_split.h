@@ -8,13 +8,19 @@
 
 namespace mha_ext::cpu {
 
+struct ForwardSplit {
+  std::vector<ForwardTask> tasks;
+  int64_t parts;  // of the keys of each head, which tasks share
+};
+
 // Rows that share keys and values stay in one task as far as four tasks for each thread allow: a task packs K and V.
-std::vector<ForwardTask> split_forward(const AttentionParams& p, int64_t threads);
+ForwardSplit split_forward(const AttentionParams& p, int64_t threads);
 
 struct BackwardSplit {
   std::vector<BackwardTask> tasks;
   int64_t task_key_blocks;
-  bool ordered;  // several tasks add into one dQ: see GradQueryOrder
+  int64_t parts;  // with few rows, of the keys of each head
+  bool ordered;   // several tasks add into one dQ: see GradQueryOrder
 };
 
 // All heads that add into one grad_bias share a task. Key blocks are split when there are few tasks otherwise.

@@ -51,7 +51,7 @@ std::vector<Task> work_list(bool backward, int64_t batch, int64_t heads, int64_t
     }
     return tasks;
   }
-  for (const auto& t : split_forward(p, threads)) {
+  for (const auto& t : split_forward(p, threads).tasks) {
     tasks.emplace_back(t.batch, t.kv_head, t.first_block * p.tile.forward_queries,
                        std::min(rows, t.last_block * p.tile.forward_queries), 0, kv_len);
   }

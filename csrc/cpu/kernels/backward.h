@@ -277,16 +277,9 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
 // grad_bias += dS, transposed back; broadcast dimensions have stride 0, and this task owns what it adds to
 template <typename T>
 void add_grad_bias(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
-  const View& v = p.grad_bias;
   transpose(s.grad_scores, s.query_block, padded(t.keys), s.query_block, s.added, s.key_block);
   for (int64_t r = 0; r < t.queries; ++r) {
-    T* dst = static_cast<T*>(v.data) + v.offset(t.batch, t.head, t.query + r, t.key);
-    const T* src = s.added + r * s.key_block;
-    if (v.stride[3] == 1) {
-      for (int64_t j = 0; j < t.keys; ++j) dst[j] += src[j];
-    } else {
-      for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += src[j];
-    }
+    add_row(p.grad_bias, t.batch, t.head, t.query + r, t.key, t.keys, s.added + r * s.key_block);
   }
 }
 
@@ -394,16 +387,6 @@ void backward_kv_head(const BackwardParams& p, const BackwardTask& task, const G
   }
   for (int64_t block = task.first_block; block < task.last_block; ++block) {
     store_key_side(p, s, batch, kv_head, block, block - task.first_block);
-  }
-}
-
-template <typename T>
-void backward_task(const BackwardParams& p, const BackwardTask& task, const GradQueryOrder& order,
-                   BackwardScratch<T>& s) {
-  for (int64_t batch = task.batch; batch < task.batch_end; ++batch) {
-    for (int64_t kv_head = task.kv_head; kv_head < task.kv_head_end; ++kv_head) {
-      backward_kv_head(p, task, order, s, batch, kv_head);
-    }
   }
 }
 

@@ -47,29 +47,21 @@ struct FewRowsBackwardScratch {
   }
 };
 
-// Points the tiles of all heads at a block of keys, and tells their common kind.
+// Dead rows see every key after all if they are uniform.
 template <typename T>
-TileKind select_keys(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t block) {
-  for (int64_t h = 0; h < p.group(); ++h) {
-    s.heads[h].key = block * s.blocks.size;
-    s.heads[h].keys = s.blocks.keys_of(block);
-  }
-  const TileKind kind = classify_all(p, s.heads, p.group());
+TileKind select_block(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t block) {
+  const TileKind kind = select_keys(p, s.heads, p.group(), block * s.blocks.size, s.blocks.keys_of(block));
   return kind == TileKind::empty && p.uniform_dead_rows && s.any_dead ? TileKind::partial : kind;
 }
 
 // S <- scale Q K^T, with bias and -inf where hidden; padding keys are hidden.
 template <typename T>
 void few_rows_scores(const BackwardParams& p, FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix<T>& keys) {
-  const int64_t n = s.heads->keys;
-  few_rows_matmul_transposed(s.rows, n, s.blocks.depth, s.queries, s.blocks.depth, keys.data, keys.ld, s.scores,
-                             s.blocks.size);
+  few_rows_matmul_transposed(s.rows, s.heads->keys, s.blocks.depth, s.queries, s.blocks.depth, keys.data, keys.ld,
+                             s.scores, s.blocks.size);
   for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
     for (int64_t i = 0; i < t->queries; ++i) {
-      T* scores = s.scores + (t->row + i) * s.blocks.size;
-      if (kind == TileKind::partial) hide(p, *t, i, s.row, scores);
-      if (kind == TileKind::biased) add_bias(p, *t, i, n, s.row, scores);
-      fill(scores + n, padded(n) - n, -kInfinity<T>);
+      apply_masks(p, *t, kind, i, s.row, s.scores + (t->row + i) * s.blocks.size);
     }
   }
 }
@@ -79,7 +71,7 @@ template <typename T>
 void normalize_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s) {
   fill(s.normalizer, s.rows, T(0));
   for (int64_t block = 0; block < s.blocks.count; ++block) {
-    const TileKind kind = select_keys(p, s, block);
+    const TileKind kind = select_block(p, s, block);
     if (kind == TileKind::empty) continue;
     few_rows_scores(p, s, kind, s.blocks.keys(block));
     for (int64_t r = 0; r < s.rows; ++r) {
@@ -156,17 +148,6 @@ void softmax_backward_row(const BackwardParams& p, FewRowsBackwardScratch<T>& s,
   for (int64_t j = 0; j < t.keys; ++j) scores[j] = probability * (factors ? factors[j] : T(1));
 }
 
-// grad_bias += dS; broadcast dimensions have stride 0, and this task owns what it adds to
-template <typename T>
-void add_few_rows_grad_bias(const BackwardParams& p, const FewRowsBackwardScratch<T>& s, const Tile& t) {
-  const View& v = p.grad_bias;
-  for (int64_t i = 0; i < t.queries; ++i) {
-    T* dst = static_cast<T*>(v.data) + v.offset(t.batch, t.head, t.query + i, t.key);
-    const T* src = s.grad_scores + (t.row + i) * s.blocks.size;
-    for (int64_t j = 0; j < t.keys; ++j) dst[j * v.stride[3]] += src[j];
-  }
-}
-
 // dK and dV of one block of keys, and what it adds to dQ.
 template <typename T>
 void few_rows_products(FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix<T>& keys) {
@@ -207,7 +188,7 @@ void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const 
   s.blocks.select(batch, kv_head);
   load_few_rows(p, s, batch, kv_head);
   for (int64_t block = task.first_block; block < task.last_block; ++block) {
-    const TileKind kind = select_keys(p, s, block);
+    const TileKind kind = select_block(p, s, block);
     const int64_t n = s.heads->keys, key = s.heads->key;
     if (kind == TileKind::empty) {
       fill(s.grad_keys, n * depth, T(0));
@@ -218,8 +199,11 @@ void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const 
       few_rows_matmul_transposed(s.rows, n, value_depth, s.grad_output, value_depth, values.data, values.ld,
                                  s.grad_scores, size);
       for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
-        for (int64_t i = 0; i < t->queries; ++i) softmax_backward_row(p, s, *t, i);
-        if (p.grad_bias) add_few_rows_grad_bias(p, s, *t);
+        for (int64_t i = 0; i < t->queries; ++i) {
+          softmax_backward_row(p, s, *t, i);
+          // grad_bias += dS; broadcast dimensions have stride 0, and this task owns what it adds to
+          if (p.grad_bias) add_row(p.grad_bias, batch, t->head, i, key, n, s.grad_scores + (t->row + i) * size);
+        }
       }
       few_rows_products(s, kind, keys);
     }
@@ -234,16 +218,6 @@ void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const 
     for (int64_t i = 0; i < t->queries; ++i) {
       store_row(p.grad_query, batch, t->head, i, 0, p.head_dim, static_cast<T>(p.scale),
                 s.grad_query + (t->row + i) * depth);
-    }
-  }
-}
-
-template <typename T>
-void few_rows_backward_task(const BackwardParams& p, const BackwardTask& task, const Parts& parts,
-                            FewRowsBackwardScratch<T>& s) {
-  for (int64_t batch = task.batch; batch < task.batch_end; ++batch) {
-    for (int64_t kv_head = task.kv_head; kv_head < task.kv_head_end; ++kv_head) {
-      few_rows_backward(p, task, parts, s, batch, kv_head);
     }
   }
 }

@@ -118,6 +118,17 @@ inline void store_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t 
   }
 }
 
+// view[b, h, row, column + i] += src[i], i < n, of an accumulator
+template <typename T>
+inline void add_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, const T* src) {
+  T* dst = static_cast<T*>(v.data) + v.offset(b, h, row, column);
+  if (v.stride[3] == 1) {
+    for (int64_t i = 0; i < n; ++i) dst[i] += src[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) dst[i * v.stride[3]] += src[i];
+  }
+}
+
 template <typename T>
 inline void fill(T* p, int64_t n, T x) {
   for (int64_t i = 0; i < n; ++i) p[i] = x;

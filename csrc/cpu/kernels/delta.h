@@ -1,7 +1,6 @@
 // What the backward knows of a row before it meets a key: its log-sum-exp and
-//   delta_i = sum_j P_ij dP_ij - dLSE_i = dO_i . O_i + dW_i . W_i - dLSE_i  (Dao et al. 2022; dW, dLSE are the
-//   gradients that
-// arrive for the returned weights W and the log-sum-exp).
+//   delta_i = sum_j P_ij dP_ij - dLSE_i = dO_i . O_i + dW_i . W_i - dLSE_i
+// (Dao et al. 2022; dW and dLSE are the gradients that arrive for the returned weights W and the log-sum-exp).
 #pragma once
 
 #include "convert.h"

@@ -9,8 +9,8 @@
 namespace mha_ext::cpu {
 namespace {
 
-// The forward with so many rows or fewer reads keys and values in place: then the products below take no longer than
-// packing and the tile product do. Measured for 16 to 64 rows against 16 to 1024 keys, see CONTRIBUTING.md.
+// Forward and backward with so many rows or fewer read keys and values in place: then the products below take no longer
+// than packing and the tile product do. Measured for 16 to 64 rows against 16 to 1024 keys, see CONTRIBUTING.md.
 constexpr int64_t kFewRows = kVectorBytes == 64 ? 64 : 24;
 
 // Lane i of the result is a[i] + a[i ^ Step] where i & Step is 0, b[i] + b[i ^ Step] elsewhere.

@@ -48,9 +48,7 @@ void softmax_tile(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t,
   for (int64_t i = 0; i < t.queries; ++i) {
     const int64_t r = t.row + i;
     T* scores = s.scores + r * size;
-    if (kind == TileKind::partial) hide(p, t, i, s.bias_row, scores);
-    if (kind == TileKind::biased) add_bias(p, t, i, t.keys, s.bias_row, scores);
-    fill(scores + t.keys, columns - t.keys, -kInfinity<T>);
+    apply_masks(p, t, kind, i, s.bias_row, scores);
     const T alpha = softmax_step(s.rows[r], columns, scores);
     if (alpha != T(1) && !first) {
       T* output = s.output + r * depth;
@@ -152,16 +150,6 @@ void begin_rows(const AttentionParams& p, ForwardScratch<T>& s, const ForwardTas
   std::memset(s.visited, 0, s.blocks.count);
 }
 
-// Points the tiles of all heads at a block of keys, and tells their common kind.
-template <typename T>
-TileKind select_keys(const AttentionParams& p, ForwardScratch<T>& s, int64_t block) {
-  for (int64_t h = 0; h < s.heads_count; ++h) {
-    s.heads[h].key = block * s.blocks.size;
-    s.heads[h].keys = s.blocks.keys_of(block);
-  }
-  return classify_all(p, s.heads, s.heads_count);
-}
-
 // One block of rows against one block of keys; `first` when nothing was added to O before.
 template <typename T>
 void forward_tile(const AttentionParams& p, ForwardScratch<T>& s, int64_t rows, TileKind kind, int64_t block,
@@ -194,7 +182,7 @@ void forward_block(const AttentionParams& p, ForwardScratch<T>& s, const Forward
   begin_rows(p, s, task, first, rows);
   bool untouched = true;
   for (int64_t block = task.first_key_block; block < task.last_key_block; ++block) {
-    const TileKind kind = select_keys(p, s, block);
+    const TileKind kind = select_keys(p, s.heads, s.heads_count, block * s.blocks.size, s.blocks.keys_of(block));
     if (kind == TileKind::empty) continue;
     s.visited[block] = 1;
     forward_tile(p, s, rows, kind, block, untouched);

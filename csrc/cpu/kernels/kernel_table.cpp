@@ -36,6 +36,16 @@ void forward_worker(const AttentionParams& p, TaskQueue<ForwardTask>& queue, con
   while (const ForwardTask* task = take(queue)) forward_task(p, *task, parts, scratch);
 }
 
+// visit(task, batch, kv_head) for each key head of each task
+template <typename Visit>
+void visit_key_heads(TaskQueue<BackwardTask>& queue, const Visit& visit) {
+  while (const BackwardTask* task = take(queue)) {
+    for (int64_t batch = task->batch; batch < task->batch_end; ++batch) {
+      for (int64_t kv_head = task->kv_head; kv_head < task->kv_head_end; ++kv_head) visit(*task, batch, kv_head);
+    }
+  }
+}
+
 template <typename T>
 int64_t backward_scratch_bytes(const BackwardParams& p, const GradQueryOrder& order, int64_t task_key_blocks) {
   Workspace measure(nullptr);
@@ -53,11 +63,15 @@ void backward_worker(const BackwardParams& p, TaskQueue<BackwardTask>& queue, co
   Workspace workspace(memory);
   if (p.few_rows) {
     FewRowsBackwardScratch<T> scratch(p, workspace);
-    while (const BackwardTask* task = take(queue)) few_rows_backward_task(p, *task, order.parts, scratch);
+    visit_key_heads(queue, [&](const BackwardTask& task, int64_t batch, int64_t kv_head) {
+      few_rows_backward(p, task, order.parts, scratch, batch, kv_head);
+    });
     return;
   }
   BackwardScratch<T> scratch(p, order, task_key_blocks, workspace);
-  while (const BackwardTask* task = take(queue)) backward_task(p, *task, order, scratch);
+  visit_key_heads(queue, [&](const BackwardTask& task, int64_t batch, int64_t kv_head) {
+    backward_kv_head(p, task, order, scratch, batch, kv_head);
+  });
 }
 
 template <typename T>

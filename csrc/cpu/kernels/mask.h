@@ -79,8 +79,12 @@ inline TileKind classify(const AttentionParams& p, const Tile& t) {
   return p.bias ? TileKind::biased : TileKind::full;
 }
 
-// What several tiles of the same keys are as one: what each is if they agree.
-inline TileKind classify_all(const AttentionParams& p, const Tile* tiles, int64_t count) {
+// Points tiles of several heads at the same keys; what they are as one: what each is if they agree.
+inline TileKind select_keys(const AttentionParams& p, Tile* tiles, int64_t count, int64_t key, int64_t keys) {
+  for (int64_t i = 0; i < count; ++i) {
+    tiles[i].key = key;
+    tiles[i].keys = keys;
+  }
   if (!p.hides_anything()) return TileKind::full;
   const TileKind first = classify(p, tiles[0]);
   for (int64_t i = 1; i < count; ++i) {
@@ -131,6 +135,15 @@ void hide(const AttentionParams& p, const Tile& t, int64_t r, T* bias_row, T* sc
     }
   }
   fill(scores + visible, t.keys - visible, -kInfinity<T>);
+}
+
+// scores of tile row r, padded(t.keys) of them, as the kind of the tile wants them: bias added, hidden keys and padding
+// -inf.
+template <typename T>
+void apply_masks(const AttentionParams& p, const Tile& t, TileKind kind, int64_t r, T* bias_row, T* scores) {
+  if (kind == TileKind::partial) hide(p, t, r, bias_row, scores);
+  if (kind == TileKind::biased) add_bias(p, t, r, t.keys, bias_row, scores);
+  fill(scores + t.keys, padded(t.keys) - t.keys, -kInfinity<T>);
 }
 
 }  // namespace

@@ -6,10 +6,10 @@
 namespace mha_ext::cpu {
 namespace {
 
-// iterations times kPeakOperations<T> floating-point operations. Returns their sum, so that none can be left out.
 template <typename T>
 constexpr int64_t kPeakOperations = 2 * (2 * kRegisterRows) * kWidth<T>;
 
+// iterations times kPeakOperations<T> floating-point operations. Returns their sum, so that none can be left out.
 template <typename T>
 double multiply_add(int64_t iterations) {
   Vec<T> sums[2 * kRegisterRows];
