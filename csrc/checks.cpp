@@ -5,6 +5,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <string_view>
 
@@ -115,6 +116,8 @@ void check_options(const Context& c, const AttentionSizes& s, const AttentionOpt
                     ": expected dropout_p between 0 and 1, got ", options.dropout_p);
   TORCH_CHECK_VALUE(options.is_causal || !options.causal_bottom_right, c.op,
                     ": expected is_causal=True with causal_bottom_right=True, got is_causal=False");
+  TORCH_CHECK_VALUE(!options.softcap || (*options.softcap > 0 && std::isfinite(*options.softcap)), c.op,
+                    ": expected softcap > 0, got ", options.softcap.value_or(0));
   if (given(options.mask)) {
     check_strided(c.op, "mask", *options.mask);
     TORCH_CHECK_TYPE(options.mask->scalar_type() == at::kBool, c.op,
@@ -174,16 +177,20 @@ AttentionSizes check_heads(const Context& c, const Tensor& query, const Tensor& 
 }
 
 // What weights and their gradients look like wherever they are given.
-void check_weights(const Context& c, const Tensor& weights, const OptionalTensor& grad_weights,
-                   const AttentionSizes& s) {
+void check_weights(const Context& c, const Tensor& weights, const OptionalTensor& grad_weights, const AttentionSizes& s,
+                   bool averaged) {
+  const auto check_scores = [&](const char* name, const Tensor& tensor) {
+    if (averaged) return check_shape(c, name, tensor, {s.batch, s.q_len, s.kv_len}, "(B, Lq, Lk)");
+    check_shape(c, name, tensor, {s.batch, s.heads, s.q_len, s.kv_len}, "(B, H, Lq, Lk)");
+  };
   check_kind(c, "weights", weights);
   if (given(grad_weights)) {
     check_kind(c, "grad_weights", *grad_weights);
-    check_shape(c, "grad_weights", *grad_weights, {s.batch, s.heads, s.q_len, s.kv_len}, "(B, H, Lq, Lk)");
+    check_scores("grad_weights", *grad_weights);
   } else if (weights.dim() == 1 && equal(weights.sym_size(0), 0)) {
     return;  // not asked for in the forward
   }
-  check_shape(c, "weights", weights, {s.batch, s.heads, s.q_len, s.kv_len}, "(B, H, Lq, Lk)");
+  check_scores("weights", weights);
 }
 
 void check_saved_logsumexp(const Context& c, const char* name, const Tensor& logsumexp, const AttentionSizes& s) {
@@ -283,7 +290,7 @@ AttentionSizes check_attention_backward(const char* op, const Tensor& grad_outpu
   if (given(grad_logsumexp)) check_saved_logsumexp(c, "grad_logsumexp", *grad_logsumexp, s);
   check_kind(c, "output", saved.output);
   check_shape(c, "output", saved.output, {s.batch, s.heads, s.q_len, s.value_dim}, "(B, H, Lq, Dv)");
-  check_weights(c, saved.weights, grad_weights, s);
+  check_weights(c, saved.weights, grad_weights, s, options.average_weights);
   check_saved_logsumexp(c, "logsumexp", saved.logsumexp, s);
   return s;
 }
@@ -328,7 +335,7 @@ LayerSizes check_layer_backward(const char* op, const Tensor& grad_output, const
   check_shape(c, "v", saved.v, {s.batch, s.kv_len, s.kv_heads * s.value_dim}, "(B, Lk, Hkv * Dv)");
   check_kind(c, "context", saved.context);
   check_shape(c, "context", saved.context, {s.batch, s.q_len, s.heads * s.value_dim}, "(B, Lq, H * Dv)");
-  check_weights(c, saved.weights, grad_weights, s);
+  check_weights(c, saved.weights, grad_weights, s, options.average_weights);
   check_saved_logsumexp(c, "logsumexp", saved.logsumexp, s);
   return sizes;
 }

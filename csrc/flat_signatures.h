@@ -31,10 +31,11 @@ struct FlatAttention {
   static ThreeTensors call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const OptionalTensor& mask, const OptionalTensor& bias, bool is_causal, double dropout_p,
                            std::optional<double> scale, bool need_weights, const OptionalTensor& key_lengths,
-                           bool causal_bottom_right, bool uniform_dead_rows, const OptionalTensor& seed) {
+                           bool causal_bottom_right, bool uniform_dead_rows, const OptionalTensor& seed,
+                           bool average_weights, bool weights_before_dropout, std::optional<double> softcap) {
     return implementation(query, key, value,
                           {mask, bias, is_causal, dropout_p, scale, need_weights, key_lengths, causal_bottom_right,
-                           uniform_dead_rows, seed});
+                           uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap});
   }
   using Signature = decltype(call);
 };
@@ -47,12 +48,14 @@ struct FlatAttentionBackward {
                           const at::Tensor& logsumexp, const OptionalTensor& mask, const OptionalTensor& bias,
                           bool is_causal, double dropout_p, std::optional<double> scale,
                           const OptionalTensor& key_lengths, bool causal_bottom_right, bool uniform_dead_rows,
-                          const OptionalTensor& seed, bool need_bias_grad) {
+                          const OptionalTensor& seed, bool average_weights, bool weights_before_dropout,
+                          std::optional<double> softcap, bool need_bias_grad) {
     // need_weights in the backward means: the forward returned weights.
-    return implementation(grad_output, grad_weights, grad_logsumexp, {query, key, value, output, weights, logsumexp},
-                          {mask, bias, is_causal, dropout_p, scale, grad_weights.has_value(), key_lengths,
-                           causal_bottom_right, uniform_dead_rows, seed},
-                          need_bias_grad);
+    return implementation(
+        grad_output, grad_weights, grad_logsumexp, {query, key, value, output, weights, logsumexp},
+        {mask, bias, is_causal, dropout_p, scale, grad_weights.has_value(), key_lengths, causal_bottom_right,
+         uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap},
+        need_bias_grad);
   }
   using Signature = decltype(call);
 };
@@ -65,10 +68,11 @@ struct FlatLayer {
                          int64_t num_heads, const OptionalTensor& mask, const OptionalTensor& bias, bool is_causal,
                          double dropout_p, std::optional<double> scale, bool need_weights,
                          const OptionalTensor& key_lengths, bool causal_bottom_right, bool uniform_dead_rows,
-                         const OptionalTensor& seed) {
+                         const OptionalTensor& seed, bool average_weights, bool weights_before_dropout,
+                         std::optional<double> softcap) {
     return implementation(query, key, value, {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o}, num_heads,
                           {mask, bias, is_causal, dropout_p, scale, need_weights, key_lengths, causal_bottom_right,
-                           uniform_dead_rows, seed});
+                           uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap});
   }
   using Signature = decltype(call);
 };
@@ -81,10 +85,12 @@ struct FlatLayerForward {
                            const OptionalTensor& b_o, int64_t num_heads, const OptionalTensor& mask,
                            const OptionalTensor& bias, bool is_causal, double dropout_p, std::optional<double> scale,
                            bool need_weights, const OptionalTensor& key_lengths, bool causal_bottom_right,
-                           bool uniform_dead_rows, const OptionalTensor& seed) {
-    auto [output, saved] = implementation(query, key, value, {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o}, num_heads,
-                                          {mask, bias, is_causal, dropout_p, scale, need_weights, key_lengths,
-                                           causal_bottom_right, uniform_dead_rows, seed});
+                           bool uniform_dead_rows, const OptionalTensor& seed, bool average_weights,
+                           bool weights_before_dropout, std::optional<double> softcap) {
+    auto [output, saved] =
+        implementation(query, key, value, {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o}, num_heads,
+                       {mask, bias, is_causal, dropout_p, scale, need_weights, key_lengths, causal_bottom_right,
+                        uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap});
     return {output, saved.weights, saved.q, saved.k, saved.v, saved.context, saved.logsumexp};
   }
   using Signature = decltype(call);
@@ -101,13 +107,14 @@ struct FlatLayerBackward {
                             int64_t num_heads, const OptionalTensor& mask, const OptionalTensor& bias, bool is_causal,
                             double dropout_p, std::optional<double> scale, const OptionalTensor& key_lengths,
                             bool causal_bottom_right, bool uniform_dead_rows, const OptionalTensor& seed,
+                            bool average_weights, bool weights_before_dropout, std::optional<double> softcap,
                             bool self_attention, std::array<bool, kLayerGrads> output_mask) {
-    return to_tuple(implementation(grad_output, grad_weights, query, key, value,
-                                   {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o}, {q, k, v, context, weights, logsumexp},
-                                   num_heads,
-                                   {mask, bias, is_causal, dropout_p, scale, grad_weights.has_value(), key_lengths,
-                                    causal_bottom_right, uniform_dead_rows, seed},
-                                   self_attention, output_mask));
+    return to_tuple(
+        implementation(grad_output, grad_weights, query, key, value, {w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o},
+                       {q, k, v, context, weights, logsumexp}, num_heads,
+                       {mask, bias, is_causal, dropout_p, scale, grad_weights.has_value(), key_lengths,
+                        causal_bottom_right, uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap},
+                       self_attention, output_mask));
   }
   using Signature = decltype(call);
 };

@@ -20,7 +20,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query
   static const auto op = find_operator<FlatAttention<&attention>>("mha_ext::attention");
   const auto& o = options;
   return op.call(query, key, value, o.mask, o.bias, o.is_causal, o.dropout_p, o.scale, o.need_weights, o.key_lengths,
-                 o.causal_bottom_right, o.uniform_dead_rows, o.seed);
+                 o.causal_bottom_right, o.uniform_dead_rows, o.seed, o.average_weights, o.weights_before_dropout,
+                 o.softcap);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
@@ -31,7 +32,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
   const auto& o = options;
   return op.call(grad_output, grad_weights, grad_logsumexp, saved.query, saved.key, saved.value, saved.output,
                  saved.weights, saved.logsumexp, o.mask, o.bias, o.is_causal, o.dropout_p, o.scale, o.key_lengths,
-                 o.causal_bottom_right, o.uniform_dead_rows, o.seed, need_bias_grad);
+                 o.causal_bottom_right, o.uniform_dead_rows, o.seed, o.average_weights, o.weights_before_dropout,
+                 o.softcap, need_bias_grad);
 }
 
 std::tuple<at::Tensor, at::Tensor> multi_head_attention(const at::Tensor& query, const at::Tensor& key,
@@ -42,7 +44,7 @@ std::tuple<at::Tensor, at::Tensor> multi_head_attention(const at::Tensor& query,
   const auto& o = options;
   return op.call(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o, num_heads, o.mask, o.bias,
                  o.is_causal, o.dropout_p, o.scale, o.need_weights, o.key_lengths, o.causal_bottom_right,
-                 o.uniform_dead_rows, o.seed);
+                 o.uniform_dead_rows, o.seed, o.average_weights, o.weights_before_dropout, o.softcap);
 }
 
 std::tuple<at::Tensor, LayerSaved> multi_head_attention_forward(const at::Tensor& query, const at::Tensor& key,
@@ -52,9 +54,10 @@ std::tuple<at::Tensor, LayerSaved> multi_head_attention_forward(const at::Tensor
       find_operator<FlatLayerForward<&multi_head_attention_forward>>("mha_ext::multi_head_attention_forward");
   const auto& p = projections;
   const auto& o = options;
-  auto [output, weights, q, k, v, context, logsumexp] = op.call(
-      query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o, num_heads, o.mask, o.bias, o.is_causal,
-      o.dropout_p, o.scale, o.need_weights, o.key_lengths, o.causal_bottom_right, o.uniform_dead_rows, o.seed);
+  auto [output, weights, q, k, v, context, logsumexp] =
+      op.call(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o, num_heads, o.mask, o.bias,
+              o.is_causal, o.dropout_p, o.scale, o.need_weights, o.key_lengths, o.causal_bottom_right,
+              o.uniform_dead_rows, o.seed, o.average_weights, o.weights_before_dropout, o.softcap);
   return {output, LayerSaved{q, k, v, context, weights, logsumexp}};
 }
 
@@ -70,7 +73,8 @@ LayerGrads multi_head_attention_backward(const at::Tensor& grad_output, const st
   return to_array(op.call(grad_output, grad_weights, query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v,
                           p.b_o, saved.q, saved.k, saved.v, saved.context, saved.weights, saved.logsumexp, num_heads,
                           o.mask, o.bias, o.is_causal, o.dropout_p, o.scale, o.key_lengths, o.causal_bottom_right,
-                          o.uniform_dead_rows, o.seed, self_attention, output_mask));
+                          o.uniform_dead_rows, o.seed, o.average_weights, o.weights_before_dropout, o.softcap,
+                          self_attention, output_mask));
 }
 
 }  // namespace mha_ext

@@ -22,6 +22,9 @@ struct AttentionOptions {
   bool causal_bottom_right = false;                      // with is_causal: query i sees keys j <= i + Lk - Lq
   bool uniform_dead_rows = false;                        // a row that sees no key: uniform weights instead of zeros
   std::optional<at::Tensor> seed = std::nullopt;         // int64 scalar: the dropout seed; drawn when absent
+  bool average_weights = false;                          // the weights returned are (B, Lq, Lk): the mean over heads
+  bool weights_before_dropout = false;                   // return the weights as they were before dropout
+  std::optional<double> softcap = std::nullopt;          // scores become c tanh(scale Q K^T / c), before the bias
 };
 
 // query (B, H, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), H a multiple of Hkv.

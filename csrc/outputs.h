@@ -20,10 +20,12 @@ inline at::Tensor empty_output(const AttentionSizes& s, const at::TensorOptions&
   return empty_heads(s.batch, s.heads, s.q_len, s.value_dim, options);
 }
 
-// (B, H, Lq, Lk), or (0,) when the caller does not want the weights.
-inline at::Tensor empty_weights(const AttentionSizes& s, bool need_weights, const at::TensorOptions& options) {
-  if (!need_weights) return at::empty({0}, options);
-  return at::empty_symint({s.batch, s.heads, s.q_len, s.kv_len}, options);
+// (B, H, Lq, Lk), or (B, Lq, Lk) if they are averaged, or (0,) when the caller does not want the weights.
+inline at::Tensor empty_weights(const AttentionSizes& s, const AttentionOptions& options,
+                                const at::TensorOptions& tensor_options) {
+  if (!options.need_weights) return at::empty({0}, tensor_options);
+  if (options.average_weights) return at::empty_symint({s.batch, s.q_len, s.kv_len}, tensor_options);
+  return at::empty_symint({s.batch, s.heads, s.q_len, s.kv_len}, tensor_options);
 }
 
 inline at::Tensor empty_logsumexp(const AttentionSizes& s, const at::TensorOptions& options) {

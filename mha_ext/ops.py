@@ -14,6 +14,9 @@ Options that all operators share:
     dropout_p, seed     probability of dropping a weight, and an int64 scalar that decides which; drawn when absent
     scale               factor of the scores, 1 / sqrt(D) when absent
     uniform_dead_rows   a query that sees no key takes the mean of all values instead of 0
+    average_weights     the weights returned are the mean over the heads, (B, Lq, Lk); none are stored for each head
+    weights_before_dropout  the weights returned are those before dropout
+    softcap             c > 0: scores become c tanh(scale Q K^T / c), before the bias (Gemma Team 2024, section 2)
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ def attention(
     causal_bottom_right: bool = False,
     uniform_dead_rows: bool = False,
     seed: Tensor | None = None,
+    average_weights: bool = False,
+    weights_before_dropout: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(scale Q K^T + bias) V of query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv).
 
@@ -62,6 +68,9 @@ def attention(
         causal_bottom_right=causal_bottom_right,
         uniform_dead_rows=uniform_dead_rows,
         seed=seed,
+        average_weights=average_weights,
+        weights_before_dropout=weights_before_dropout,
+        softcap=softcap,
     )
 
 
@@ -123,6 +132,9 @@ def multi_head_attention(
     causal_bottom_right: bool = False,
     uniform_dead_rows: bool = False,
     seed: Tensor | None = None,
+    average_weights: bool = False,
+    weights_before_dropout: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A whole layer on query (B, Lq, E) and key and value (B, Lk, E): projections, `attention`, output projection.
 
@@ -152,6 +164,9 @@ def multi_head_attention(
         causal_bottom_right=causal_bottom_right,
         uniform_dead_rows=uniform_dead_rows,
         seed=seed,
+        average_weights=average_weights,
+        weights_before_dropout=weights_before_dropout,
+        softcap=softcap,
     )
 
 

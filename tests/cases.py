@@ -41,6 +41,9 @@ class Case:
     scale: float | None = None
     need_weights: bool = False
     uniform_dead_rows: bool = False
+    average_weights: bool = False
+    weights_before_dropout: bool = False
+    softcap: float | None = None
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> Case:
@@ -78,6 +81,9 @@ class Case:
             "scale": self.scale,
             "need_weights": self.need_weights,
             "uniform_dead_rows": self.uniform_dead_rows,
+            "average_weights": self.average_weights,
+            "weights_before_dropout": self.weights_before_dropout,
+            "softcap": self.softcap,
         }
 
 
@@ -226,13 +232,16 @@ def make(case: Case, dtype: torch.dtype = torch.float32, layout: str = "contiguo
         options["key_lengths"] = lengths if seed % 2 else lengths.int()
     if case.dropout_p > 0:
         options["seed"] = torch.tensor(0x1234_5678_9ABC + seed)
+    grad_weights = None
+    if case.need_weights:
+        grad_weights = lay(normal(case.batch, 1, *shape[2:]))[:, 0] if case.average_weights else lay(normal(*shape))
     return Inputs(
         query=query,
         key=key,
         value=value,
         options=options,
         grad_output=lay(normal(case.batch, case.heads, case.q_len, value_dim)),
-        grad_weights=lay(normal(*shape)) if case.need_weights else None,
+        grad_weights=grad_weights,
         grad_logsumexp=torch.randn(shape[:3], generator=generator).to(
             torch.float64 if dtype == torch.float64 else torch.float32
         ),

@@ -25,7 +25,8 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, **options) -> tup
     dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", None)
     scale, uniform = options.pop("scale", None), options.pop("uniform_dead_rows", False)
     options.pop("need_weights", None)
-    bias = options.get("bias")
+    averages, before_dropout = options.pop("average_weights", False), options.pop("weights_before_dropout", False)
+    softcap, bias = options.pop("softcap", None), options.get("bias")
 
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads != heads:
@@ -33,16 +34,21 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, **options) -> tup
         value = value.repeat_interleave(heads // kv_heads, dim=1)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.from_numpy(reference.visible(tuple(scores.shape), **options))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     dead = ~seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen, float("-inf")).masked_fill(dead, 0.0)  # no NaN of dead rows in the gradients
     weights = scores.softmax(-1).masked_fill(dead, 1 / max(key.shape[2], 1) if uniform else 0.0).to(query.dtype)
     logsumexp = scores.to(ACCUMULATE[query.dtype]).logsumexp(-1).masked_fill(dead[..., 0], float("-inf"))
+    returned = weights
     if dropout_p > 0:
         kept = torch.from_numpy(reference.keep_mask(int(seed), tuple(scores.shape), dropout_p))
         weights = (weights * kept) / (1 - dropout_p) if dropout_p < 1 else weights * 0
-    return weights @ value, weights, logsumexp
+    if not before_dropout:
+        returned = weights
+    return weights @ value, returned.mean(1) if averages else returned, logsumexp
 
 
 def plain_multi_head_attention(

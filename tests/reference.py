@@ -153,8 +153,13 @@ class Problem:
         causal_bottom_right: bool = False,
         uniform_dead_rows: bool = False,
         seed: Tensor | None = None,
+        average_weights: bool = False,
+        weights_before_dropout: bool = False,
+        softcap: float | None = None,
     ) -> None:
         del need_weights  # the reference returns them always
+        self.average_weights, self.weights_before_dropout = average_weights, weights_before_dropout
+        self.softcap = softcap
         self.query, self.key, self.value = double(query), double(key), double(value)
         batch, heads, q_len, head_dim = query.shape
         self.kv_len = key.shape[2]
@@ -180,11 +185,21 @@ class Problem:
         if keys.size == 0:  # a dead row
             keys = np.arange(self.kv_len if self.uniform_dead_rows else 0)
             return keys, np.full(keys.size, 1 / max(self.kv_len, 1)), -np.inf
-        scores = self.scale * (self.key[b, h // self.group, keys] @ self.query[b, h, i]) + self.bias[b, h, i, keys]
+        scores = self.scale * (self.key[b, h // self.group, keys] @ self.query[b, h, i])
+        if self.softcap is not None:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        scores = scores + self.bias[b, h, i, keys]
         top = scores.max()
         exponentials = np.exp(scores - top)
         total = exponentials.sum()
         return keys, exponentials / total, top + np.log(total)
+
+    def slope(self, b: int, h: int, i: int, keys: np.ndarray) -> np.ndarray:
+        """The derivative of the capped scores of a row by the scores: 1 without softcap."""
+        if self.softcap is None:
+            return np.ones(keys.size)
+        scores = self.scale * (self.key[b, h // self.group, keys] @ self.query[b, h, i])
+        return 1 - np.tanh(scores / self.softcap) ** 2
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **options) -> Attended:
@@ -196,8 +211,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **options) -> Attended:
     for b, h, i, g in p.rows():
         keys, probabilities, logsumexp[b, h, i] = p.softmax(b, h, i)
         used = probabilities * p.multiplier[b, h, i, keys]
-        weights[b, h, i, keys] = used
+        weights[b, h, i, keys] = probabilities if p.weights_before_dropout else used
         output[b, h, i] = used @ p.value[b, g, keys]
+    if p.average_weights:
+        weights = weights.sum(1) / max(p.shape[1], 1)
     return Attended(*(torch.from_numpy(x) for x in (output, weights, logsumexp)))
 
 
@@ -221,6 +238,8 @@ def attention_backward(
     signless = np.abs if magnitude else np.asarray
     q, k, v, d_output = (signless(double(x)) for x in (query, key, value, grad_output))
     d_weights = np.zeros(p.shape) if grad_weights is None else signless(double(grad_weights))
+    if p.average_weights and grad_weights is not None:
+        d_weights = np.broadcast_to(d_weights[:, None] / max(p.shape[1], 1), p.shape)
     d_logsumexp = np.zeros(p.shape[:3]) if grad_logsumexp is None else signless(double(grad_logsumexp))
     d_query, d_key, d_value, d_scores = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros(p.shape)
 
@@ -231,9 +250,10 @@ def attention_backward(
         d_value[b, g, keys] += np.outer(probabilities * multiplier, d_output[b, h, i])
         if logsumexp == -np.inf:
             continue  # a dead row's weights are constants
-        d_used = v[b, g, keys] @ d_output[b, h, i] + d_weights[b, h, i, keys]
-        # used = probabilities * multiplier
+        d_used = v[b, g, keys] @ d_output[b, h, i]
+        # used = probabilities * multiplier; the weights are either
         d_probabilities = d_used * multiplier
+        d_probabilities += d_weights[b, h, i, keys] * (1 if p.weights_before_dropout else multiplier)
         # probabilities = softmax(scores): d_scores_j = p_j (d_p_j - sum_k p_k d_p_k); d logsumexp / d scores_j = p_j
         mean = -probabilities @ d_probabilities
         if magnitude:  # the same sum is taken from the stored output, as d_output . output
@@ -241,7 +261,8 @@ def attention_backward(
             mean = -mean + storing_error(magnitude) * (d_output[b, h, i] @ np.abs(output))
         d_row = probabilities * (d_probabilities + mean + d_logsumexp[b, h, i])
         d_scores[b, h, i, keys] = d_row
-        # scores_j = scale q . k_j + bias_j
+        # scores_j = softcap tanh(scale q . k_j / softcap) + bias_j
+        d_row = d_row * p.slope(b, h, i, keys)
         d_query[b, h, i] = p.scale * (d_row @ k[b, g, keys])
         d_key[b, g, keys] += p.scale * np.outer(d_row, q[b, h, i])
 

@@ -26,6 +26,9 @@ FEATURES = {
     "scale": [None, 0.3],
     "need_weights": [False, True],
     "uniform_dead_rows": [False, True],
+    "average_weights": [False, True],
+    "weights_before_dropout": [False, True],
+    "softcap": [None, 1.5],
 }
 COMBINATIONS = all_pairs(
     dtype=list(DTYPES),
@@ -66,7 +69,10 @@ def check_form(inputs, results):
     assert output.shape == (batch, heads, q_len, value.shape[3]) and output.dtype == query.dtype
     assert output.transpose(1, 2).is_contiguous()
     output.transpose(1, 2).view(batch, q_len, heads * value.shape[3])
-    expected = (batch, heads, q_len, inputs.key.shape[2]) if inputs.options["need_weights"] else (0,)
+    kv_len = inputs.key.shape[2]
+    expected = (batch, q_len, kv_len) if inputs.options["average_weights"] else (batch, heads, q_len, kv_len)
+    if not inputs.options["need_weights"]:
+        expected = (0,)
     assert weights.shape == expected and weights.dtype == query.dtype and weights.is_contiguous()
     assert logsumexp.shape == (batch, heads, q_len) and logsumexp.is_contiguous()
     assert logsumexp.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -274,8 +280,9 @@ def test_dead_rows(hide, uniform, kv_len):
 @pytest.mark.parametrize("hide", ["mask", "bias", "key_lengths", "causal"])
 @pytest.mark.parametrize("kv_len", [6, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_leaks_from_behind_a_mask(bad, hide, kv_len, dtype):
-    inputs = make(Case("hidden", q_len=5, kv_len=kv_len, need_weights=True), DTYPES[dtype])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "average_weights": True}], ids=["plain", "capped"])
+def test_nothing_leaks_from_behind_a_mask(bad, hide, kv_len, dtype, options):
+    inputs = make(Case("hidden", q_len=5, kv_len=kv_len, need_weights=True, **options), DTYPES[dtype])
     hidden = torch.zeros(kv_len, dtype=torch.bool)
     hidden[5 if hide == "causal" else kv_len // 2 :] = True
     if hide == "causal":
@@ -307,6 +314,23 @@ def test_a_live_nan_stays(where, kv_len):
     tensor = inputs.leaves()[where]
     tensor[0, 1, 3, 2] = math.nan
     check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("kv_heads", [1, 100], ids=["packed", "in place"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_capped_scores_of_every_size(dtype, kv_heads):
+    """With one key the log-sum-exp is its score: c tanh(s / c), exact to a few units where s is tiny or huge."""
+    scores = torch.cat([torch.logspace(-12, 4, 400, dtype=torch.float64), torch.linspace(0, 30, 400).double()])
+    scores = torch.cat([scores, -scores]).to(dtype)
+    q, one = scores.reshape(1, 1, -1, 1), torch.ones(1, 1, 1, 1, dtype=dtype)
+    if kv_heads == 100:
+        q = scores.reshape(1, 100, -1, 1)
+        one = one.expand(1, 100, 1, 1)
+    _, _, found = attention(q, one, one, softcap=3.0, scale=1.0)
+    expected = 3 * torch.tanh(scores.double() / 3)
+    error = (found.flatten().double() - expected).abs() / expected.abs().clamp_min(1e-300)
+    assert error[expected != 0].max() < 8 * torch.finfo(dtype).eps
 
 
 # --- Numbers that are hard on a softmax ---------------------------------------------------------------------------

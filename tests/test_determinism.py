@@ -24,6 +24,8 @@ SHAPES = [
     Case("dropout", batch=2, heads=3, q_len=150, kv_len=300, dropout_p=0.2, need_weights=True, mask="blocks"),
     Case("shared bias", batch=3, heads=4, q_len=130, kv_len=270, bias="plane", causal="bottom_right"),
     Case("bias row", batch=3, heads=4, q_len=130, kv_len=270, bias="keys", key_lengths=True, uniform_dead_rows=True),
+    Case("mean weights", batch=2, heads=6, kv_heads=2, q_len=150, kv_len=300, need_weights=True, average_weights=True),
+    Case("softcap", batch=1, heads=2, q_len=150, kv_len=300, softcap=1.0, causal="top_left"),
     Case("scalar bias", batch=3, heads=4, q_len=130, kv_len=270, bias="scalar"),
 ]
 shapes = pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)

@@ -24,6 +24,7 @@ FEATURES = {
     "head bias": "bias=torch.randn(2, 1, 1, requires_grad=True)",
     "lengths": "key_lengths=torch.tensor([L - 100])",
     "dropout": "dropout_p=0.2",
+    "softcap": "softcap=20.0",
     "dead rows": "key_lengths=torch.tensor([0]), uniform_dead_rows=True",
 }
 
@@ -60,6 +61,7 @@ for dtype in (torch.float64, torch.bfloat16, torch.float16):
     measure(str(dtype), lambda: call(L, dtype))
 # The measure itself: the weights, when they are asked for, do show.
 measure("weights", lambda: call(L, backward=False, need_weights=True))
+measure("mean weights", lambda: call(L, backward=False, need_weights=True, average_weights=True))
 print(json.dumps(found))
 """
 
@@ -81,3 +83,7 @@ def test_memory_is_linear_in_length(growth, name):
 
 def test_the_measure_sees_the_weights(growth):
     assert growth["weights"] > 2 * 4 * SCORES_MB * 0.5  # float32, two heads
+
+
+def test_mean_weights_take_no_more_than_they_are(growth):
+    assert growth["mean weights"] < 4 * SCORES_MB + WITHIN_MB  # float32, for all heads together

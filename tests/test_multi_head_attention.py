@@ -41,6 +41,9 @@ FEATURES = all_pairs(
     scale=[None, 0.2],
     need_weights=[True, False],
     uniform_dead_rows=[False, True],
+    average_weights=[False, True],
+    weights_before_dropout=[False, True],
+    softcap=[None, 1.5],
 )
 
 
@@ -114,10 +117,11 @@ def make(row: dict[str, Any], seed: int = 0) -> Layer:
         "seed": torch.tensor(77) if row["dropout_p"] else None,
         "scale": row["scale"],
         "need_weights": row["need_weights"],
-        "uniform_dead_rows": row["uniform_dead_rows"],
+        **{name: row[name] for name in ("uniform_dead_rows", "average_weights", "weights_before_dropout", "softcap")},
     }
     tensors = {"query": query, "key": key, "value": value, **weights, **biases}
-    grad_weights = normal(*shape) if row["need_weights"] else None
+    weights_shape = (batch, q_len, kv_len) if row["average_weights"] else shape
+    grad_weights = normal(*weights_shape) if row["need_weights"] else None
     return Layer(tensors, heads, options, normal(batch, q_len, out_width), grad_weights)
 
 
@@ -217,6 +221,9 @@ PLAIN = dict(
     scale=None,
     need_weights=True,
     uniform_dead_rows=False,
+    average_weights=False,
+    weights_before_dropout=False,
+    softcap=None,
 )
 
 

@@ -35,6 +35,9 @@ SAMPLES = [
     Case("no batch", batch=0, need_weights=True),
     Case("no queries", q_len=0, bias="plane"),
     Case("no keys", kv_len=0, need_weights=True),
+    Case("mean weights", need_weights=True, average_weights=True, dropout_p=0.3, weights_before_dropout=True),
+    Case("no heads", heads=0, need_weights=True, average_weights=True),
+    Case("softcap", softcap=2.0, bias="plane", causal="top_left"),
 ]
 samples = pytest.mark.parametrize("case", SAMPLES, ids=lambda case: case.name)
 
@@ -57,6 +60,8 @@ LAYER_OPTIONS = [
     {"bias": torch.randn(2, 1, 4)},
     {"key_lengths": torch.tensor([2, 0])},
     {"dropout_p": 0.4, "seed": torch.tensor(5)},
+    {"average_weights": True, "weights_before_dropout": True, "dropout_p": 0.4, "seed": torch.tensor(5)},
+    {"softcap": 1.5},
 ]
 
 
@@ -197,6 +202,8 @@ DIFFERENTIABLE = [
     Case("shared bias", batch=2, q_len=2, kv_len=3, head_dim=2, bias="heads", scale=0.7, need_weights=True),
     Case("groups", batch=1, heads=4, kv_heads=2, q_len=2, kv_len=3, head_dim=2, value_dim=3, key_lengths=True),
     Case("dropout", batch=1, q_len=3, kv_len=4, head_dim=2, dropout_p=0.4, need_weights=True, bias="plane"),
+    Case("mean", batch=1, q_len=3, kv_len=4, head_dim=2, dropout_p=0.4, need_weights=True, average_weights=True),
+    Case("softcap", batch=1, q_len=3, kv_len=4, head_dim=2, softcap=0.8, bias="plane", mask="keys"),
 ]
 differentiable = pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
 
@@ -239,6 +246,9 @@ def test_gradcheck_scripted(case):
         causal_bottom_right: bool,
         uniform_dead_rows: bool,
         seed: Tensor | None,
+        average_weights: bool,
+        weights_before_dropout: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.mha_ext.attention(
             query,
@@ -254,6 +264,9 @@ def test_gradcheck_scripted(case):
             causal_bottom_right=causal_bottom_right,
             uniform_dead_rows=uniform_dead_rows,
             seed=seed,
+            average_weights=average_weights,
+            weights_before_dropout=weights_before_dropout,
+            softcap=softcap,
         )
 
     def op(query, key, value, **options):

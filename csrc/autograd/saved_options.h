@@ -15,9 +15,10 @@ class SavedOptions {
 
   SavedOptions(Context* ctx, const AttentionOptions& options) : ctx_(ctx), options_(options) {
     // One entry: each costs about a microsecond, which small layers feel.
-    ctx->saved_data["options"] =
-        c10::ivalue::Tuple::create({options.is_causal, options.dropout_p, c10::IValue(options.scale),
-                                    options.need_weights, options.causal_bottom_right, options.uniform_dead_rows});
+    ctx->saved_data["options"] = c10::ivalue::Tuple::create(
+        {options.is_causal, options.dropout_p, c10::IValue(options.scale), options.need_weights,
+         options.causal_bottom_right, options.uniform_dead_rows, options.average_weights,
+         options.weights_before_dropout, c10::IValue(options.softcap)});
   }
 
   // Saves the node's own tensors and those of the options.
@@ -36,9 +37,19 @@ class SavedOptions {
     const auto given = [&](size_t i) {
       return tensors[last + i].defined() ? std::optional<at::Tensor>(tensors[last + i]) : std::nullopt;
     };
-    AttentionOptions options{
-        given(0),           given(1), values[0].toBool(), values[1].toDouble(), values[2].toOptional<double>(),
-        values[3].toBool(), given(2), values[4].toBool(), values[5].toBool(),   given(3)};
+    AttentionOptions options{given(0),
+                             given(1),
+                             values[0].toBool(),
+                             values[1].toDouble(),
+                             values[2].toOptional<double>(),
+                             values[3].toBool(),
+                             given(2),
+                             values[4].toBool(),
+                             values[5].toBool(),
+                             given(3),
+                             values[6].toBool(),
+                             values[7].toBool(),
+                             values[8].toOptional<double>()};
     tensors.resize(last);
     return {std::move(tensors), std::move(options)};
   }

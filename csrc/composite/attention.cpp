@@ -115,6 +115,7 @@ struct Softmax {
   Tensor dead;                 // bool (B, H, Lq, 1): no key is seen
   OptionalTensor visible;      // broadcastable to P: which entries take part in the softmax; none = all
   OptionalTensor contributes;  // the same for the products with V: dead rows that are uniform see every key
+  OptionalTensor slope;        // with softcap: what it multiplies the gradient of a score by
 };
 
 double score_scale(const AttentionSizes& s, const AttentionOptions& options) {
@@ -123,12 +124,18 @@ double score_scale(const AttentionSizes& s, const AttentionOptions& options) {
 
 Softmax softmax(const Tensor& query, const Tensor& key, const AttentionSizes& s, const AttentionOptions& options) {
   const auto visible = visible_keys(s, options, query.device());
-  // S = scale * Q K^T + bias
+  // S = scale * Q K^T, with softcap c: c tanh(S / c), + bias
   auto scores = dots(query, key, visible.has_value()) * score_scale(s, options);
+  OptionalTensor slope;
+  if (options.softcap) {
+    const auto tanh = (scores / *options.softcap).tanh();
+    scores = tanh * *options.softcap;
+    slope = 1 - tanh * tanh;
+  }
   if (given(options.bias)) scores = scores + *options.bias;
   if (is_zero(s.kv_len)) {
     const auto nothing = scores.sum(-1);  // 0, and connected to the inputs
-    return {scores, nothing - kInfinity, at::ones_like(nothing, at::kBool).unsqueeze(-1), visible, visible};
+    return {scores, nothing - kInfinity, at::ones_like(nothing, at::kBool).unsqueeze(-1), visible, visible, slope};
   }
   if (visible) scores = select(*visible, scores, -kInfinity);
 
@@ -147,7 +154,21 @@ Softmax softmax(const Tensor& query, const Tensor& key, const AttentionSizes& s,
     p = at::where(dead, at::ones_like(max) / at::scalar_tensor(s.kv_len, max.options()), p);
     if (visible) contributes = visible->logical_or(dead);
   }
-  return {p, logsumexp, dead, visible, contributes};
+  return {p, logsumexp, dead, visible, contributes, slope};
+}
+
+// The weights that the caller is given.
+Tensor returned_weights(const AttentionSizes& s, const AttentionOptions& options, const Tensor& p,
+                        const Tensor& weights) {
+  const auto& chosen = options.weights_before_dropout ? p : weights;
+  if (!options.average_weights) return chosen;
+  return chosen.sum(1) / at::scalar_tensor(s.heads.max(1), chosen.options());
+}
+
+// The gradient of each head's weights.
+Tensor per_head(const AttentionSizes& s, const AttentionOptions& options, const Tensor& grad_weights) {
+  if (!options.average_weights) return grad_weights;
+  return grad_weights.unsqueeze(1) / at::scalar_tensor(s.heads.max(1), grad_weights.options());
 }
 
 // keep / (1 - p) as a factor of P; none without dropout.
@@ -248,7 +269,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   const auto weights = factor ? soft.p * *factor : soft.p;
   const auto output = mix(weights, soft.contributes, value.to(dtype));
   return {stored_by_length(output.to(query.dtype())),
-          options.need_weights ? weights.to(query.dtype()).contiguous() : at::empty({0}, query.options()),
+          options.need_weights ? returned_weights(s, options, soft.p, weights).to(query.dtype()).contiguous()
+                               : at::empty({0}, query.options()),
           soft.logsumexp.to(accumulate_dtype(query.scalar_type())).contiguous()};
 }
 
@@ -268,10 +290,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_gradients(const AttentionSi
   // dV = (P keep / (1 - p))^T dO
   const auto weights = factor ? soft.p * *factor : soft.p;
   const auto grad_value = mix_transposed(weights, soft.contributes, grad, s.kv_heads);
-  // dP = (dO V^T + dW) keep / (1 - p)
+  // dP = (dO V^T + dW) keep / (1 - p), or dO V^T keep / (1 - p) + dW
   auto grad_p = dots(grad, value, soft.visible.has_value());
-  if (given(grad_weights)) grad_p = grad_p + grad_weights->to(dtype);
+  const auto add_grad_weights = [&](bool now) {
+    if (now && given(grad_weights)) grad_p = grad_p + per_head(s, options, grad_weights->to(dtype));
+  };
+  add_grad_weights(!options.weights_before_dropout);
   if (factor) grad_p = grad_p * *factor;
+  add_grad_weights(options.weights_before_dropout);
   // dS = P (dP - rowsum(P dP) + dLSE), nothing in dead rows and in hidden entries
   auto live = soft.dead.logical_not();
   if (soft.visible) live = live.logical_and(*soft.visible);
@@ -280,7 +306,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_gradients(const AttentionSi
   if (given(grad_logsumexp)) row = row + grad_logsumexp->to(dtype).unsqueeze(-1);
   const auto grad_scores = select(live, soft.p * (grad_p + row), 0.0);
   // dQ = scale dS K, dK = scale dS^T Q
-  const auto scaled = grad_scores * score_scale(s, options);
+  auto scaled = grad_scores * score_scale(s, options);
+  if (soft.slope) scaled = select(live, scaled * *soft.slope, 0.0);
   const OptionalTensor visible = soft.visible ? OptionalTensor(live) : std::nullopt;
   const auto grad_query = mix(scaled, visible, key);
   const auto grad_key = mix_transposed(scaled, visible, query, s.kv_heads);

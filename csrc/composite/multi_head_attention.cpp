@@ -50,7 +50,7 @@ bool known_finite(const Tensor& tensor) { return std::isfinite(tensor.detach().s
 // ATen's fused kernels multiply hidden values by 0, which is not the same thing for a NaN; traced values are trusted.
 bool fused_core_agrees(const Projected& x, const AttentionSizes& s, const AttentionOptions& options) {
   if (x.q.is_cpu() || x.q.is_meta()) return false;
-  if (options.need_weights || options.dropout_p > 0 || given(options.bias)) return false;
+  if (options.need_weights || options.dropout_p > 0 || given(options.bias) || options.softcap) return false;
   if (s.kv_len.sym_eq(0).guard_or_true(__FILE__, __LINE__)) return false;
   const bool hides = given(options.mask) || given(options.key_lengths) || options.is_causal;
   return !hides || at::isTensorSubclassLike(x.q) || (known_finite(x.q) && known_finite(x.k) && known_finite(x.v));

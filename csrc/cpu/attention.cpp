@@ -95,11 +95,24 @@ Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const a
   p.causal_offset = options.causal_bottom_right ? p.kv_len - p.q_len : 0;
   p.uniform_dead_rows = options.uniform_dead_rows;
   p.dropout = dropout_of(options);
+  p.softcap = options.softcap.value_or(0);
+  p.weights_before_dropout = options.weights_before_dropout && p.dropout.active;
   p.tile = tile_size();
   // Forward and backward alike, so that both find the same scores to the last bit.
   p.few_rows = p.kv_heads > 0 && p.group() * p.q_len <= kernel_table().few_rows;
   if (p.few_rows) p.tile.forward_queries = std::max(p.tile.forward_queries, padded(p.group() * p.q_len));
   return prepared;
+}
+
+// (B, Lq, Lk) as every head's, to be summed up or read in the dtype that accumulates.
+at::Tensor for_all_heads(const AttentionParams& p, const at::Tensor& averaged) {
+  return averaged.unsqueeze(1).expand({p.batch, p.heads, p.q_len, p.kv_len});
+}
+
+// The gradient of the weights of each head from that of their mean.
+at::Tensor grad_of_each_head(const AttentionParams& p, const at::Tensor& grad_mean) {
+  return for_all_heads(p,
+                       grad_mean.to(accumulate_dtype(grad_mean.scalar_type())).mul(1.0 / static_cast<double>(p.heads)));
 }
 
 bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads == 0 || p.q_len == 0; }
@@ -163,12 +176,22 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
                     const at::Tensor& logsumexp) {
   auto prepared = prepare<AttentionParams>(query, key, value, options);
   AttentionParams& p = prepared.params;
-  if (is_empty(p)) return;
+  if (is_empty(p)) {
+    weights.zero_();  // the mean over no heads
+    return;
+  }
   p.output = view_of(output);
   p.logsumexp = view_of(logsumexp);
+  at::Tensor mean, mean_of_heads;
   if (options.need_weights && p.kv_len > 0) {
-    advise_huge_pages(weights);
-    p.weights = view_of(weights);
+    p.average_weights = options.average_weights;
+    if (p.average_weights) {
+      // Summed in the dtype that accumulates, which may be that of the weights.
+      mean = weights.to(accumulate_dtype(weights.scalar_type()));
+      mean_of_heads = for_all_heads(p, mean);
+    }
+    advise_huge_pages(p.average_weights ? mean : weights);
+    p.weights = view_of(p.average_weights ? mean_of_heads : weights);
   }
   const Kernels& kernels = kernels_for(query.scalar_type());
   const int64_t threads = useful_threads(2 * product_flops(p));
@@ -177,6 +200,7 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
   const PartsMemory memory(p, split.parts, 2 + padded(p.value_dim), query.scalar_type());
   run_workers(threads, queue, kernels.forward_scratch_bytes(p),
               [&](std::byte* scratch) { kernels.forward_worker(p, queue, memory.parts, scratch); });
+  if (p.average_weights && !mean.is_same(weights)) weights.copy_(mean);
 }
 
 at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::optional<at::Tensor>& grad_weights,
@@ -189,9 +213,11 @@ at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::opt
   p.logsumexp = view_of(saved.logsumexp);
   p.grad_output = view_of(grad_output);
   if (present(grad_logsumexp)) p.grad_logsumexp = view_of(*grad_logsumexp);
+  at::Tensor grad_of_heads;
   if (present(grad_weights)) {
-    p.weights = view_of(saved.weights);
-    p.grad_weights = view_of(*grad_weights);
+    grad_of_heads = options.average_weights && !is_empty(p) ? grad_of_each_head(p, *grad_weights) : *grad_weights;
+    p.grad_weights = view_of(grad_of_heads);
+    if (!options.average_weights) p.weights = view_of(saved.weights);
   }
   p.grad_query = view_of(grad_query);
   p.grad_key = view_of(grad_key);
@@ -227,7 +253,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query
   check_key_length_values("attention", given.key_lengths, key.size(2));
   const AttentionOptions options = composite::with_seed(given);
   const at::Tensor output = empty_output(sizes, query.options());
-  const at::Tensor weights = empty_weights(sizes, options.need_weights, query.options());
+  const at::Tensor weights = empty_weights(sizes, options, query.options());
   const at::Tensor logsumexp = empty_logsumexp(sizes, query.options());
   attention_into(query, key, value, options, output, weights, logsumexp);
   return {output, weights, logsumexp};

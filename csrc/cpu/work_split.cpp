@@ -18,7 +18,7 @@ int64_t part_key_blocks(const AttentionParams& p, bool splits) {
 // Keys that the last row of a block sees.
 int64_t keys_of_block(const AttentionParams& p, int64_t batch, int64_t block) {
   const int64_t limit = p.key_limit(batch);
-  const int64_t last = std::min((block + 1) * p.tile.forward_queries, p.group() * p.q_len) - 1;
+  const int64_t last = std::min((block + 1) * p.tile.forward_queries, p.rows()) - 1;
   return p.is_causal ? std::clamp<int64_t>(last % p.q_len + p.causal_offset + 1, 0, limit) : limit;
 }
 
@@ -58,7 +58,9 @@ std::vector<Span> spans_of(const BackwardParams& p, int64_t batches, int64_t kv_
 }  // namespace
 
 ForwardSplit split_forward(const AttentionParams& p, int64_t threads) {
-  const int64_t heads = p.batch * p.kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
+  // With the mean of the weights a task visits all heads of its rows.
+  const int64_t kv_heads = p.average_weights ? 1 : p.kv_heads;
+  const int64_t heads = p.batch * kv_heads, blocks = p.row_blocks(), key_blocks = p.forward_key_blocks();
   const int64_t shares = threads == 1 ? 1 : std::clamp<int64_t>((4 * threads + heads - 1) / heads, 1, blocks);
   // Weights, and rows that see every key after all, need the whole row in one task.
   const int64_t step = part_key_blocks(p, !p.weights && !p.uniform_dead_rows);
@@ -66,7 +68,7 @@ ForwardSplit split_forward(const AttentionParams& p, int64_t threads) {
   for (int64_t i = 0; i < heads; ++i) {
     for (int64_t share = 0; share < shares; ++share) {
       for (int64_t key = 0; key == 0 || key < key_blocks; key += step) {
-        tasks.push_back({i / p.kv_heads, i % p.kv_heads, share * blocks / shares, (share + 1) * blocks / shares, key,
+        tasks.push_back({i / kv_heads, i % kv_heads, share * blocks / shares, (share + 1) * blocks / shares, key,
                          std::min(key + step, key_blocks), key / step});
       }
     }

@@ -52,14 +52,19 @@ struct AttentionParams {
   bool is_causal = false;
   int64_t causal_offset = 0;       // query i sees keys j <= i + causal_offset
   bool uniform_dead_rows = false;  // rows that see no key: weights 1 / Lk instead of 0
-  bool few_rows = false;           // too few rows share a key head for copies of keys and values to pay
+  double softcap = 0;              // c of c tanh(S / c); 0: none
+  bool average_weights = false;    // weights are their mean over the heads, (B, 1, Lq, Lk) with stride 0
+  bool weights_before_dropout = false;
+  bool few_rows = false;  // too few rows share a key head for copies of keys and values to pay
   Dropout dropout;
   TileSize tile;
   View output, weights, logsumexp;  // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)
 
   int64_t group() const { return heads / kv_heads; }
-  // The rows of all query heads that share a key head, in blocks.
-  int64_t row_blocks() const { return (group() * q_len + tile.forward_queries - 1) / tile.forward_queries; }
+  // The rows that are numbered through and cut into blocks: those of all query heads that share a key head, or of one
+  // head if a task visits all of them.
+  int64_t rows() const { return average_weights ? q_len : group() * q_len; }
+  int64_t row_blocks() const { return (rows() + tile.forward_queries - 1) / tile.forward_queries; }
   int64_t forward_key_blocks() const { return (kv_len + tile.forward_keys - 1) / tile.forward_keys; }
   bool hides_anything() const { return mask || bias || key_lengths || is_causal; }
   // Keys at and beyond this one are hidden from every query of the batch entry.
@@ -67,16 +72,20 @@ struct AttentionParams {
 };
 
 struct BackwardParams : AttentionParams {
-  View grad_output, grad_weights, grad_logsumexp;  // as output, weights, logsumexp; the last two may be absent
+  // As output, weights, logsumexp; the last two may be absent. With grad_weights but no weights (they were averaged)
+  // the weights are computed again.
+  View grad_output, grad_weights, grad_logsumexp;
   View grad_query, grad_key, grad_value;
   View grad_bias;  // accumulator (fp32, or fp64 for double) of bias's own shape, zeroed, broadcast by zero strides
 
+  // Whether delta needs the weights, which were not kept.
+  bool sums_weights() const { return grad_weights && !weights; }
   int64_t query_blocks() const { return (q_len + tile.backward_queries - 1) / tile.backward_queries; }
   int64_t key_blocks() const { return (kv_len + tile.backward_keys - 1) / tile.backward_keys; }
 };
 
 // Forward work: row blocks [first, last) of the row_blocks() that share one key/value head, against all blocks of keys
-// or, when there are few rows, against one part of them.
+// or, when there are few rows, against one part of them. With average_weights: row blocks of every head.
 struct ForwardTask {
   int64_t batch, kv_head, first_block, last_block, first_key_block, last_key_block, part;
 };

@@ -9,6 +9,7 @@
 #include "dropout.h"
 #include "gemm.h"
 #include "mask.h"
+#include "softcap.h"
 #include "workspace.h"
 
 #include <thread>
@@ -43,7 +44,8 @@ struct BackwardScratch {
   T *scores, *grad_scores;  // S^T then P^T (after dropout), dP^T then dS^T
   T *added, *added_t;       // bias, -inf where hidden: (query_block, key_block), its transpose
   T *grad_weights, *grad_weights_t;
-  T *row, *factors;  // one row of anything
+  T* slopes;                       // dS / d(scale Q K^T) of a softcap
+  T *row, *factors, *weight_sums;  // one row of anything
 
   BackwardScratch(const BackwardParams& p, const GradQueryOrder& order, int64_t task_key_blocks, Workspace& w) {
     query_block = padded(std::min(p.tile.backward_queries, p.q_len));
@@ -82,8 +84,10 @@ struct BackwardScratch {
     added_t = adds ? w.take<T>(query_block * key_block) : nullptr;
     grad_weights = p.grad_weights ? w.take<T>(query_block * key_block) : nullptr;
     grad_weights_t = p.grad_weights ? w.take<T>(query_block * key_block) : nullptr;
+    slopes = p.softcap > 0 ? w.take<T>(key_block * query_block) : nullptr;
     row = w.take<T>(std::max({depth, value_depth, key_block, query_block}));
     factors = w.take<T>(query_block);
+    weight_sums = w.take<T>(query_block);
   }
 };
 
@@ -100,13 +104,34 @@ void added_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t, T
   transpose(s.added, s.key_block, s.query_block, s.key_block, s.added_t, s.query_block);
 }
 
-// normalizer <- 1 / sum_j e^(S_j - LSE) for the rows of one block, from the scores of all keys
 template <typename T>
-void normalize_block(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int64_t q_block) {
+void grad_weights_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
+  fill(s.grad_weights, s.query_block * s.key_block, T(0));
+  for (int64_t r = 0; r < t.queries; ++r) {
+    load_row(p.grad_weights, t.batch, t.head, t.query + r, t.key, t.keys, T(1), s.grad_weights + r * s.key_block);
+  }
+  transpose(s.grad_weights, s.key_block, s.query_block, s.key_block, s.grad_weights_t, s.query_block);
+}
+
+// What dropout multiplies the weights of one key by; null without dropout.
+template <typename T>
+const T* dropout_factors(const BackwardParams& p, BackwardScratch<T>& s, int64_t q_block, int64_t key) {
+  if (!p.dropout.active) return nullptr;
+  const int64_t first = q_block * s.query_block;
+  keep_factors(p.dropout, s.first_key + first, s.second_key + first, key, s.query_block, s.factors);
+  return s.factors;
+}
+
+// From the scores of all keys, for the rows of one block: normalizer <- 1 / sum_j e^(S_j - LSE), and what is missing of
+// delta where weights that have a gradient were not kept: sum_j dW_j W_j.
+template <typename T>
+void sum_rows(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int64_t q_block) {
   const int64_t lanes = s.query_block;
   const T* logsumexp = s.logsumexp + q_block * lanes;
   T* sums = s.normalizer + q_block * lanes;
   fill(sums, lanes, T(0));
+  fill(s.weight_sums, lanes, T(0));
+  const bool sums_weights = p.sums_weights();
   for (int64_t block = 0; block < s.key_blocks; ++block) {
     t.key = block * p.tile.backward_keys;
     t.keys = std::min(p.tile.backward_keys, p.kv_len - t.key);
@@ -116,15 +141,28 @@ void normalize_block(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int
     matmul(padded(t.keys), lanes, p.head_dim, s.other_keys, s.depth, s.queries_t + q_block * lanes * s.depth, lanes,
            s.scores, lanes, false);
     if (kind != TileKind::full) added_tile(p, s, t, kind);
+    if (sums_weights) grad_weights_tile(p, s, t);
     for (int64_t j = 0; j < t.keys; ++j) {
+      T* scores = s.scores + j * lanes;
+      if (p.softcap > 0) cap_row(static_cast<T>(p.softcap), lanes, scores);
+      const T* factors =
+          sums_weights && !p.weights_before_dropout ? dropout_factors(p, s, q_block, t.key + j) : nullptr;
       for (int64_t i = 0; i < lanes; i += kWidth<T>) {
-        Vec<T> score = load(s.scores + j * lanes + i);
+        Vec<T> score = load(scores + i);
         if (kind != TileKind::full) score = add_or_hide<T>(score, load(s.added_t + j * lanes + i));
-        store(sums + i, load(sums + i) + exp2((score - load(logsumexp + i)) * kLog2e<T>));
+        Vec<T> weight = exp2((score - load(logsumexp + i)) * kLog2e<T>);
+        store(sums + i, load(sums + i) + weight);
+        if (!sums_weights) continue;
+        if (factors) weight *= load(factors + i);
+        const Vec<T> term = weight == T(0) ? Vec<T>{} : weight * load(s.grad_weights_t + j * lanes + i);
+        store(s.weight_sums + i, load(s.weight_sums + i) + term);
       }
     }
   }
-  for (int64_t i = 0; i < lanes; ++i) sums[i] = inverse_of_sum(sums[i]);
+  for (int64_t i = 0; i < lanes; ++i) {
+    sums[i] = inverse_of_sum(sums[i]);
+    if (sums_weights) s.delta[q_block * lanes + i] += s.weight_sums[i] * sums[i];
+  }
 }
 
 // Everything of one head that lives on the query side: Q, dO and their transposes, LSE, delta, dropout keys.
@@ -161,13 +199,12 @@ void pack_query_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t bat
       s.any_dead[block] |= row.dead;
       inexact |= is_inexact(row.logsumexp);
     }
-    if (inexact) normalize_block(p, s, {batch, head, query, rows, 0, 0}, block);
-    if (!p.dropout.active) continue;
-    for (int64_t r = 0; r < s.query_block; ++r) {
+    for (int64_t r = 0; r < s.query_block && p.dropout.active; ++r) {
       const RowKeys keys = row_keys(p.dropout, batch, head, query + r);
       s.first_key[block * s.query_block + r] = keys.first;
       s.second_key[block * s.query_block + r] = keys.second;
     }
+    if (inexact || p.sums_weights()) sum_rows(p, s, {batch, head, query, rows, 0, 0}, block);
   }
 }
 
@@ -200,15 +237,6 @@ void store_key_side(const BackwardParams& p, BackwardScratch<T>& s, int64_t batc
   }
 }
 
-template <typename T>
-void grad_weights_tile(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
-  fill(s.grad_weights, s.query_block * s.key_block, T(0));
-  for (int64_t r = 0; r < t.queries; ++r) {
-    load_row(p.grad_weights, t.batch, t.head, t.query + r, t.key, t.keys, T(1), s.grad_weights + r * s.key_block);
-  }
-  transpose(s.grad_weights, s.key_block, s.query_block, s.key_block, s.grad_weights_t, s.query_block);
-}
-
 // One row (one key) of a tile without masks, dropout or returned weights.
 template <typename T>
 inline void plain_row(int64_t n, const T* logsumexp, const T* normalizer, const T* delta, T* scores, T* grad_scores) {
@@ -227,8 +255,9 @@ inline void general_row(const BackwardParams& p, int64_t n, const T* logsumexp, 
                         T* grad_scores) {
   for (int64_t i = 0; i < n; i += kWidth<T>) {
     Vec<T> grad = load(grad_scores + i);
-    if (grad_weights) grad += load(grad_weights + i);
+    if (grad_weights && !p.weights_before_dropout) grad += load(grad_weights + i);
     if (factors) grad = load(factors + i) == T(0) ? Vec<T>{} : grad * load(factors + i);
+    if (grad_weights && p.weights_before_dropout) grad += load(grad_weights + i);
     Vec<T> score = load(scores + i);
     if (added) score = add_or_hide<T>(score, load(added + i));
     Vec<T> probability = exp2((score - load(logsumexp + i)) * kLog2e<T>) * load(normalizer + i);
@@ -257,16 +286,14 @@ void softmax_backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const
   for (int64_t j = 0; j < t.keys; ++j) {
     T* scores = s.scores + j * lanes;
     T* grad_scores = s.grad_scores + j * lanes;
+    if (p.softcap > 0) cap_row(static_cast<T>(p.softcap), lanes, scores, s.slopes + j * lanes);
     if (plain) {
       plain_row(lanes, logsumexp, normalizer, delta, scores, grad_scores);
       continue;
     }
-    if (p.dropout.active) {
-      keep_factors(p.dropout, s.first_key + q_block * lanes, s.second_key + q_block * lanes, t.key + j, lanes,
-                   s.factors);
-    }
+    const T* factors = dropout_factors(p, s, q_block, t.key + j);
     general_row(p, lanes, logsumexp, normalizer, delta, kind != TileKind::full ? s.added_t + j * lanes : nullptr,
-                p.grad_weights ? s.grad_weights_t + j * lanes : nullptr, p.dropout.active ? s.factors : nullptr,
+                p.grad_weights ? s.grad_weights_t + j * lanes : nullptr, factors,
                 uniform ? s.dead + q_block * lanes : nullptr, scores, grad_scores);
   }
   const int64_t rest = (padded(t.keys) - t.keys) * lanes;
@@ -279,7 +306,7 @@ template <typename T>
 void add_grad_bias(const BackwardParams& p, BackwardScratch<T>& s, const Tile& t) {
   transpose(s.grad_scores, s.query_block, padded(t.keys), s.query_block, s.added, s.key_block);
   for (int64_t r = 0; r < t.queries; ++r) {
-    add_row(p.grad_bias, t.batch, t.head, t.query + r, t.key, t.keys, s.added + r * s.key_block);
+    add_row(p.grad_bias, t.batch, t.head, t.query + r, t.key, t.keys, T(1), s.added + r * s.key_block);
   }
 }
 
@@ -334,6 +361,8 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
     matmul(columns, lanes, p.value_dim, s.values + slot * s.key_block * s.value_depth, s.value_depth,
            s.grad_output_t + q_block * lanes * s.value_depth, lanes, s.grad_scores, lanes, false);
     softmax_backward_tile(p, s, t, kind, q_block);
+    if (p.grad_bias) add_grad_bias(p, s, t);
+    if (p.softcap > 0) multiply_by_slope(t.keys * lanes, s.slopes, s.grad_scores);
     // dV += P^T dO,  dK += dS^T (scale Q)
     const auto values_product = hides && !s.grad_output_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
     values_product(columns, s.value_depth, lanes, s.scores, lanes, grad_output, s.value_depth,
@@ -341,7 +370,6 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
     const auto keys_product = hides && !s.queries_finite[q_block] ? matmul_skipping_zeros_of_a<T> : matmul<T>;
     keys_product(columns, s.depth, lanes, s.grad_scores, lanes, queries, s.depth,
                  s.grad_keys + slot * s.key_block * s.depth, s.depth, true);
-    if (p.grad_bias) add_grad_bias(p, s, t);
   }
   const int64_t last = last_key_block(p, t);
   if (key_block > last) return;  // nothing but dead rows sees these keys

@@ -9,6 +9,7 @@
 #include "few_rows.h"
 #include "key_blocks.h"
 #include "mask.h"
+#include "softcap.h"
 
 namespace mha_ext::cpu {
 namespace {
@@ -18,12 +19,14 @@ struct FewRowsBackwardScratch {
   KeyBlocks<T> blocks;
   int64_t rows;                // of all query heads that share a key head
   T *queries, *grad_output;    // scale Q (rows, D), dO (rows, Dv)
+  T* weight_sums;              // (rows): sum_j dW_j W_j
   T *logsumexp, *normalizer;   // (rows), see delta.h; 1 / sum_j e^(S_j - LSE) where LSE is too large to be exact
   T *delta, *grad_query;       // (rows); dQ / scale (rows, D)
   uint8_t* dead;               // (rows)
   RowKeys* dropout;            // (rows)
   T *scores, *grad_scores;     // (rows, keys of a block): S then P (after dropout), dP then dS
   T *grad_keys, *grad_values;  // (keys of a block, D), (keys of a block, Dv)
+  T* slopes;                   // dS / d(scale Q K^T) of a softcap
   T *row, *factors;            // (keys of a block or Dv)
   Tile* heads;                 // the rows of each query head
   bool any_dead, queries_finite, grad_output_finite;
@@ -31,6 +34,7 @@ struct FewRowsBackwardScratch {
   FewRowsBackwardScratch(const BackwardParams& p, Workspace& w) : blocks(p, w), rows(p.group() * p.q_len) {
     queries = w.take<T>(rows * blocks.depth);
     grad_output = w.take<T>(rows * blocks.value_depth);
+    weight_sums = w.take<T>(rows);
     logsumexp = w.take<T>(rows);
     normalizer = w.take<T>(rows);
     delta = w.take<T>(rows);
@@ -41,6 +45,7 @@ struct FewRowsBackwardScratch {
     grad_scores = w.take<T>(rows * blocks.size);
     grad_keys = w.take<T>(blocks.size * blocks.depth);
     grad_values = w.take<T>(blocks.size * blocks.value_depth);
+    slopes = p.softcap > 0 ? w.take<T>(rows * blocks.size) : nullptr;
     row = w.take<T>(std::max(blocks.size, blocks.value_depth));
     factors = w.take<T>(std::max(blocks.size, blocks.value_depth));
     heads = w.take<Tile>(p.group());
@@ -54,22 +59,56 @@ TileKind select_block(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int
   return kind == TileKind::empty && p.uniform_dead_rows && s.any_dead ? TileKind::partial : kind;
 }
 
-// S <- scale Q K^T, with bias and -inf where hidden; padding keys are hidden.
+// S <- scale Q K^T, capped, with bias and -inf where hidden; padding keys are hidden.
 template <typename T>
 void few_rows_scores(const BackwardParams& p, FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix<T>& keys) {
   few_rows_matmul_transposed(s.rows, s.heads->keys, s.blocks.depth, s.queries, s.blocks.depth, keys.data, keys.ld,
                              s.scores, s.blocks.size);
   for (const Tile* t = s.heads; t < s.heads + p.group(); ++t) {
     for (int64_t i = 0; i < t->queries; ++i) {
-      apply_masks(p, *t, kind, i, s.row, s.scores + (t->row + i) * s.blocks.size);
+      const int64_t row = (t->row + i) * s.blocks.size;
+      if (p.softcap > 0) cap_row(static_cast<T>(p.softcap), padded(t->keys), s.scores + row, s.slopes + row);
+      apply_masks(p, *t, kind, i, s.row, s.scores + row);
     }
   }
 }
 
-// normalizer <- 1 / sum_j e^(S_j - LSE)
+// The gradient of the weights of a row, from the keys of a tile; null if there is none.
 template <typename T>
-void normalize_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s) {
+const T* grad_weights_row(const BackwardParams& p, FewRowsBackwardScratch<T>& s, const Tile& t, int64_t i) {
+  if (!p.grad_weights) return nullptr;
+  return padded_row(p.grad_weights, t.batch, t.head, t.query + i, t.key, t.keys, s.row);
+}
+
+// What dropout multiplies the weights of a row by; null without dropout.
+template <typename T>
+const T* dropout_factors(const BackwardParams& p, FewRowsBackwardScratch<T>& s, const Tile& t, int64_t i) {
+  if (!p.dropout.active) return nullptr;
+  keep_factors(p.dropout, s.dropout[t.row + i], t.key, padded(t.keys), s.factors);
+  return s.factors;
+}
+
+// sum_j dW_j e^(S_j - LSE) of one row of a tile, times dropout's factors if the weights were returned after dropout
+template <typename T>
+T sum_weights(const BackwardParams& p, FewRowsBackwardScratch<T>& s, const Tile& t, int64_t i) {
+  const T* scores = s.scores + (t.row + i) * s.blocks.size;
+  const T* grad_weights = grad_weights_row(p, s, t, i);
+  const T* factors = p.weights_before_dropout ? nullptr : dropout_factors(p, s, t, i);
+  Vec<T> sum{};
+  for (int64_t j = 0; j < padded(t.keys); j += kWidth<T>) {
+    Vec<T> weight = exp2((load(scores + j) - s.logsumexp[t.row + i]) * kLog2e<T>);
+    if (factors) weight *= load(factors + j);
+    sum += weight == T(0) ? Vec<T>{} : weight * load(grad_weights + j);
+  }
+  return horizontal_sum<T>(sum);
+}
+
+// From the scores of all keys: normalizer <- 1 / sum_j e^(S_j - LSE), and what is missing of delta where weights that
+// have a gradient were not kept: sum_j dW_j W_j.
+template <typename T>
+void sum_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s) {
   fill(s.normalizer, s.rows, T(0));
+  fill(s.weight_sums, s.rows, T(0));
   for (int64_t block = 0; block < s.blocks.count; ++block) {
     const TileKind kind = select_block(p, s, block);
     if (kind == TileKind::empty) continue;
@@ -82,8 +121,14 @@ void normalize_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s) {
       }
       s.normalizer[r] += horizontal_sum<T>(sum);
     }
+    for (const Tile* t = s.heads; t < s.heads + p.group() && p.sums_weights(); ++t) {
+      for (int64_t i = 0; i < t->queries; ++i) s.weight_sums[t->row + i] += sum_weights(p, s, *t, i);
+    }
   }
-  for (int64_t r = 0; r < s.rows; ++r) s.normalizer[r] = inverse_of_sum(s.normalizer[r]);
+  for (int64_t r = 0; r < s.rows; ++r) {
+    s.normalizer[r] = inverse_of_sum(s.normalizer[r]);
+    s.delta[r] += s.weight_sums[r] * s.normalizer[r];
+  }
 }
 
 // Everything that lives on the query side: Q, dO, LSE, delta, dropout keys of all rows of a key head.
@@ -115,7 +160,7 @@ void load_few_rows(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_
   s.queries_finite = all_finite(s.queries, s.rows * depth);
   s.grad_output_finite = all_finite(s.grad_output, s.rows * value_depth);
   fill(s.grad_query, s.rows * depth, T(0));
-  if (inexact) normalize_few_rows(p, s);
+  if (inexact || p.sums_weights()) sum_few_rows(p, s);
 }
 
 // One row of S and dP becomes P (as it multiplied V) and dS.
@@ -125,17 +170,13 @@ void softmax_backward_row(const BackwardParams& p, FewRowsBackwardScratch<T>& s,
   T* scores = s.scores + r * s.blocks.size;
   T* grad_scores = s.grad_scores + r * s.blocks.size;
   const T logsumexp = s.logsumexp[r], normalizer = s.normalizer[r], delta = s.delta[r];
-  const T* grad_weights = nullptr;
-  if (p.grad_weights) grad_weights = padded_row(p.grad_weights, t.batch, t.head, t.query + i, t.key, t.keys, s.row);
-  const T* factors = nullptr;
-  if (p.dropout.active) {
-    keep_factors(p.dropout, s.dropout[r], t.key, n, s.factors);
-    factors = s.factors;
-  }
+  const T* grad_weights = grad_weights_row(p, s, t, i);
+  const T* factors = dropout_factors(p, s, t, i);
   for (int64_t j = 0; j < n; j += kWidth<T>) {
     Vec<T> grad = load(grad_scores + j);
-    if (grad_weights) grad += load(grad_weights + j);
+    if (grad_weights && !p.weights_before_dropout) grad += load(grad_weights + j);
     if (factors) grad = load(factors + j) == T(0) ? Vec<T>{} : grad * load(factors + j);
+    if (grad_weights && p.weights_before_dropout) grad += load(grad_weights + j);
     const Vec<T> score = load(scores + j);
     Vec<T> probability = exp2((score - logsumexp) * kLog2e<T>) * normalizer;
     grad = probability * (grad - delta);
@@ -202,7 +243,9 @@ void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const 
         for (int64_t i = 0; i < t->queries; ++i) {
           softmax_backward_row(p, s, *t, i);
           // grad_bias += dS; broadcast dimensions have stride 0, and this task owns what it adds to
-          if (p.grad_bias) add_row(p.grad_bias, batch, t->head, i, key, n, s.grad_scores + (t->row + i) * size);
+          T* grad_scores = s.grad_scores + (t->row + i) * size;
+          if (p.grad_bias) add_row(p.grad_bias, batch, t->head, i, key, n, T(1), grad_scores);
+          if (p.softcap > 0) multiply_by_slope(padded(n), s.slopes + (t->row + i) * size, grad_scores);
         }
       }
       few_rows_products(s, kind, keys);

@@ -118,14 +118,15 @@ inline void store_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t 
   }
 }
 
-// view[b, h, row, column + i] += src[i], i < n, of an accumulator
+// view[b, h, row, column + i] += src[i] * factor, i < n, of an accumulator
 template <typename T>
-inline void add_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, const T* src) {
+inline void add_row(const View& v, int64_t b, int64_t h, int64_t row, int64_t column, int64_t n, T factor,
+                    const T* src) {
   T* dst = static_cast<T*>(v.data) + v.offset(b, h, row, column);
   if (v.stride[3] == 1) {
-    for (int64_t i = 0; i < n; ++i) dst[i] += src[i];
+    for (int64_t i = 0; i < n; ++i) dst[i] += src[i] * factor;
   } else {
-    for (int64_t i = 0; i < n; ++i) dst[i * v.stride[3]] += src[i];
+    for (int64_t i = 0; i < n; ++i) dst[i * v.stride[3]] += src[i] * factor;
   }
 }
 

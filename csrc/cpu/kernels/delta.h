@@ -76,7 +76,7 @@ RowState<T> row_state(const BackwardParams& p, int64_t batch, int64_t head, int6
   if (row.dead) return row;
   row.logsumexp = logsumexp;
   row.delta = dot(grad_output, padded_row(p.output, batch, head, i, 0, p.value_dim, scratch_a), padded(p.value_dim));
-  if (p.grad_weights) row.delta += dot_weights(p, batch, head, i, step, scratch_a, scratch_b);
+  if (p.weights) row.delta += dot_weights(p, batch, head, i, step, scratch_a, scratch_b);
   if (p.grad_logsumexp) {
     T grad = T(0);
     load_row(p.grad_logsumexp, batch, head, i, 0, 1, T(1), &grad);

@@ -6,6 +6,7 @@
 #include "few_rows.h"
 #include "key_blocks.h"
 #include "mask.h"
+#include "softcap.h"
 #include "softmax.h"
 
 namespace mha_ext::cpu {
@@ -40,26 +41,42 @@ struct ForwardScratch {
   }
 };
 
+// Keeps the numerators of row r of a tile for the weights.
+template <typename T>
+void keep_numerators(ForwardScratch<T>& s, const Tile& t, int64_t r, int64_t block, const T* scores) {
+  std::memcpy(s.weights + r * s.blocks.count * s.blocks.size + t.key, scores, padded(t.keys) * sizeof(T));
+  s.tile_maxima[r * s.blocks.count + block] = s.rows[r].maximum;
+}
+
 // S <- softmax numerators of the rows of one head, O <- O * alpha
 template <typename T>
 void softmax_tile(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t, TileKind kind, int64_t block,
                   bool first) {
-  const int64_t columns = padded(t.keys), blocks = s.blocks.count, size = s.blocks.size, depth = s.blocks.value_depth;
+  const int64_t columns = padded(t.keys), size = s.blocks.size, depth = s.blocks.value_depth;
   for (int64_t i = 0; i < t.queries; ++i) {
     const int64_t r = t.row + i;
     T* scores = s.scores + r * size;
+    if (p.softcap > 0) cap_row(static_cast<T>(p.softcap), columns, scores);
     apply_masks(p, t, kind, i, s.bias_row, scores);
     const T alpha = softmax_step(s.rows[r], columns, scores);
     if (alpha != T(1) && !first) {
       T* output = s.output + r * depth;
       for (int64_t d = 0; d < depth; d += kWidth<T>) store(output + d, load(output + d) * alpha);
     }
+    if (p.weights && p.weights_before_dropout) keep_numerators(s, t, r, block, scores);
     if (p.dropout.active) drop_row(p.dropout, row_keys(p.dropout, t.batch, t.head, t.query + i), t.key, t.keys, scores);
-    if (p.weights) {
-      std::memcpy(s.weights + r * blocks * size + t.key, scores, columns * sizeof(T));
-      s.tile_maxima[r * blocks + block] = s.rows[r].maximum;
-    }
+    if (p.weights && !p.weights_before_dropout) keep_numerators(s, t, r, block, scores);
   }
+}
+
+// weights[i, key : key + n] <- row * factor, or their share in the mean over the heads, which come in order
+template <typename T>
+void put_weights(const AttentionParams& p, const Tile& t, int64_t i, int64_t key, int64_t n, T factor, const T* row) {
+  const int64_t query = t.query + i;
+  if (!p.average_weights) return store_row(p.weights, t.batch, t.head, query, key, n, factor, row);
+  const T share = factor / static_cast<T>(p.heads);
+  if (t.head == 0) return store_row(p.weights, t.batch, 0, query, key, n, share, row);
+  add_row(p.weights, t.batch, 0, query, key, n, share, row);
 }
 
 // weights[i, :] <- e^(s - m) / l / (1 - p) from the numerators of each tile, 0 in tiles that were skipped
@@ -81,7 +98,7 @@ void store_weights(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t
         factor = T(1);
       }
     }
-    store_row(p.weights, t.batch, t.head, t.query + i, key, keys, factor, weights + key);
+    put_weights(p, t, i, key, keys, factor, weights + key);
   }
 }
 
@@ -96,9 +113,10 @@ void uniform_row(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t, 
   for (int64_t block = 0; block < s.blocks.count; ++block) {
     const int64_t key = block * s.blocks.size, n = s.blocks.keys_of(block);
     fill(weight, n, T(1) / static_cast<T>(p.kv_len));
+    if (p.weights && p.weights_before_dropout) put_weights(p, t, i, key, n, T(1), weight);
     if (p.dropout.active) drop_row(p.dropout, keys, key, n, weight);
-    if (p.weights) {
-      store_row(p.weights, t.batch, t.head, t.query + i, key, n, static_cast<T>(p.dropout.keep_scale), weight);
+    if (p.weights && !p.weights_before_dropout) {
+      put_weights(p, t, i, key, n, static_cast<T>(p.dropout.keep_scale), weight);
     }
     const Matrix<T> values = s.blocks.values(block);
     // Summed in pieces, as rounding errors grow with the number of terms.
@@ -119,12 +137,13 @@ void finish_rows(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t) 
     const bool dead = row.sum == T(0);
     const T lse = logsumexp(row);
     store_row(p.logsumexp, t.batch, t.head, t.query + i, 0, 1, T(1), &lse);
+    const T normalizer = dead ? T(0) : T(1) / row.sum;
     T inverse = dead ? T(0) : keep_scale / row.sum;
     if (dead && p.uniform_dead_rows) {
       uniform_row(p, s, t, i);
       inverse = keep_scale;
     } else if (p.weights) {
-      store_weights(p, s, t, i, inverse);
+      store_weights(p, s, t, i, p.weights_before_dropout ? normalizer : inverse);
     }
     T* output = s.output + (t.row + i) * s.blocks.value_depth;
     if (dead && !p.uniform_dead_rows) fill(output, s.blocks.value_depth, T(0));  // may be unset, or 0 * NaN
@@ -233,10 +252,26 @@ void merge_parts(const AttentionParams& p, const Parts& parts, const ForwardTask
   }
 }
 
+// The mean of the weights is summed in the order of the heads: the task takes its queries through all of them.
+template <typename T>
+void averaging_task(const AttentionParams& p, ForwardTask task, ForwardScratch<T>& s) {
+  const int64_t step = p.tile.forward_queries;
+  for (int64_t head = 0; head < p.heads; ++head) {
+    task.kv_head = head / p.group();
+    s.blocks.select(task.batch, task.kv_head);
+    for (int64_t block = task.first_block; block < task.last_block; ++block) {
+      const int64_t query = block * step;
+      forward_block(p, s, task, head % p.group() * p.q_len + query, std::min(step, p.q_len - query));
+      finish_rows(p, s, s.heads[0]);
+    }
+  }
+}
+
 template <typename T>
 void forward_task(const AttentionParams& p, const ForwardTask& task, const Parts& parts, ForwardScratch<T>& s) {
+  if (p.average_weights) return averaging_task(p, task, s);
   s.blocks.select(task.batch, task.kv_head);
-  const int64_t step = p.tile.forward_queries, all = p.group() * p.q_len;
+  const int64_t step = p.tile.forward_queries, all = p.rows();
   for (int64_t block = task.first_block; block < task.last_block; ++block) {
     const int64_t first = block * step, rows = std::min(step, all - first);
     forward_block(p, s, task, first, rows);

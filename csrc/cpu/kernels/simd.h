@@ -73,10 +73,14 @@ constexpr T kLog2e = static_cast<T>(1.4426950408889634073599246810019);
 template <typename T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
-// 2^x as 2^n * 2^f, n = round(x), |f| <= 1/2. Below the smallest normal number the result is 0; above the largest it is
-// clamped; NaN stays NaN. fp32: degree-5 minimax polynomial with p(0) = 1, relative error 9.1e-8.
-inline Vec<float> exp2(Vec<float> x) {
-  x = x > 127.f ? broadcast(127.f) : x;
+// 2^x = power (1 + slope fraction): power = 2^n, n = round(x).
+template <typename T>
+struct Exp2Parts {
+  Vec<T> power, slope, fraction;
+};
+
+// For x between the exponents of normal numbers. fp32: degree-5 minimax polynomial in x - n, relative error 9.1e-8.
+inline Exp2Parts<float> exp2_parts(Vec<float> x) {
   const Vec<float> shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low bits
   const Vec<float> shifted = x + shift;
   const Vec<float> f = x - (shifted - shift);
@@ -84,27 +88,32 @@ inline Vec<float> exp2(Vec<float> x) {
   p = p * f + 0.05550733581185341f;
   p = p * f + 0.24022242426872253f;
   p = p * f + 0.6931470036506653f;
-  p = p * f + 1.f;
   typedef int32_t Int __attribute__((vector_size(kVectorBytes), may_alias));
   const Int n = reinterpret_cast<Int>(shifted) << 23;  // the magic constant's own low bits are zero
-  const Vec<float> power = reinterpret_cast<Vec<float>>(n + (127 << 23));
-  return x < -126.f ? Vec<float>{} : p * power;
+  return {reinterpret_cast<Vec<float>>(n + (127 << 23)), p, f};
 }
 
-// fp64: Taylor polynomial of degree 13, relative error 4e-18 before rounding.
-inline Vec<double> exp2(Vec<double> x) {
-  x = x > 1023. ? broadcast(1023.) : x;
+// fp64: Taylor polynomial of degree 13 in (x - n) ln 2, relative error 4e-18 before rounding.
+inline Exp2Parts<double> exp2_parts(Vec<double> x) {
   const Vec<double> shift = broadcast(6755399441055744.);  // 1.5 * 2^52
   const Vec<double> shifted = x + shift;
   const Vec<double> f = (x - (shifted - shift)) * 0.69314718055994530941723212145818;
   Vec<double> p = broadcast(1. / 6227020800.);
-  const double factorials[] = {479001600., 39916800., 3628800., 362880., 40320., 5040., 720.,
-                               120.,       24.,       6.,       2.,      1.,     1.};
+  const double factorials[] = {479001600., 39916800., 3628800., 362880., 40320., 5040., 720., 120., 24., 6., 2., 1.};
   for (double k : factorials) p = p * f + 1. / k;
   typedef int64_t Int __attribute__((vector_size(kVectorBytes), may_alias));
   const Int n = reinterpret_cast<Int>(shifted) << 52;
-  const Vec<double> power = reinterpret_cast<Vec<double>>(n + (int64_t{1023} << 52));
-  return x < -1022. ? Vec<double>{} : p * power;
+  return {reinterpret_cast<Vec<double>>(n + (int64_t{1023} << 52)), p, f};
+}
+
+// 2^x. Below the smallest normal number the result is 0; above the largest it is clamped; NaN stays NaN.
+template <typename V>
+inline V exp2(V x) {
+  using T = std::remove_reference_t<decltype(x[0])>;
+  constexpr T most = std::numeric_limits<T>::max_exponent - 1, least = std::numeric_limits<T>::min_exponent - 1;
+  const V clamped = x > most ? broadcast(most) : x;
+  const Exp2Parts<T> e = exp2_parts(clamped);
+  return clamped < least ? V{} : (e.slope * e.fraction + T(1)) * e.power;
 }
 
 template <typename T>
