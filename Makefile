@@ -29,7 +29,7 @@ train: build  ## train a Transformer on text that ships with Python, and export 
 	@python=$$($(ENVIRONMENT)) && "$$python" -m mha_ext train $(ARGS)
 
 test: build  ## run the test suite
-	@python=$$($(ENVIRONMENT)) && "$$python" -m pytest $(ARGS)
+	@python=$$($(ENVIRONMENT) --models) && "$$python" -m pytest $(ARGS)
 
 bench: build  ## measure against PyTorch on this machine
 	@python=$$($(ENVIRONMENT)) && "$$python" -m mha_ext bench $(ARGS)

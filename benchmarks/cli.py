@@ -11,7 +11,7 @@ import torch
 
 from mha_ext.cli import CommandError, Parser, fail
 
-from . import machine, plots, report
+from . import machine, models, plots, report
 from .peers import OURS
 from .rows import ROWS, select
 
@@ -47,10 +47,12 @@ def main(argv: list[str]) -> int:
         return 0
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-
-    measured = []
     probed = machine.probe()
     _say(arguments, probed.describe())
+    if arguments.models:
+        return _models(arguments, probed)
+
+    measured = []
     _say(arguments, report.text_line(report.headings(arguments.targets)))
     budget = QUICK_BUDGET_SECONDS if arguments.quick else BUDGET_SECONDS
     for row in rows:
@@ -63,6 +65,29 @@ def main(argv: list[str]) -> int:
     if any(row["implementations"][OURS]["share"] > 1 for row in measured):
         _say(arguments, "note: shares of the peak above 100%: the machine was busy while its peak was measured")
     return _finish(arguments, report.make_report(probed, measured), old)
+
+
+def _models(arguments: argparse.Namespace, probed: machine.Machine) -> int:
+    """Whole models before and after replace_attention."""
+    _say(arguments, models.text_line(list(models.HEADINGS)))
+    budget = QUICK_BUDGET_SECONDS if arguments.quick else 3 * BUDGET_SECONDS
+    lines = []
+    try:
+        for subject in models.subjects():
+            for work in ("eval", "train"):
+                lines.append(models.measure(subject, work, budget))
+                _say(arguments, models.text_line(lines[-1]))
+        table = models.markdown(lines, probed.describe())
+        if arguments.markdown == "-":
+            print(table)
+        elif arguments.markdown:
+            report.replace_marked(Path(arguments.markdown), table, models.MARKS)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        return _fail(error)
+    return 0
 
 
 def _finish(arguments: argparse.Namespace, new: dict, old: dict | None) -> int:
@@ -99,6 +124,7 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--rows", metavar="NAME,..", help="only these rows; globs such as 'plain-*' are understood")
+    add("--models", action="store_true", help="whole models before and after replace_attention instead of rows")
     add("--list", action="store_true", help="list the rows and stop")
     add("--quick", action="store_true", help="about half a second a row: a first impression")
     add("--threads", type=_positive, metavar="N", help="threads to compute with (default: torch's choice)")
@@ -112,7 +138,8 @@ def _parser() -> Parser:
         nargs="?",
         const="-",
         metavar="FILE",
-        help=f"print the table as markdown, or put it into FILE between {report.MARKS[0]} and {report.MARKS[1]}",
+        help=f"print the table as markdown, or put it into FILE between {report.MARKS[0]} and {report.MARKS[1]} "
+        "(whole models: between such marks with 'models')",
     )
     return parser
 

@@ -146,13 +146,13 @@ _LEGEND = (
 )
 
 
-def replace_marked(path: Path, table: str) -> None:
-    """Puts the table between the two MARKS of a file. Raises ValueError if they are not there."""
+def replace_marked(path: Path, table: str, marks: tuple[str, str] = MARKS) -> None:
+    """Puts the table between the two marks of a file. Raises ValueError if they are not there."""
     text = path.read_text(encoding="utf-8")
-    begin, end = (text.find(mark) for mark in MARKS)
+    begin, end = (text.find(mark) for mark in marks)
     if not 0 <= begin < end:
-        raise ValueError(f"bench: expected {path} to hold the lines {MARKS[0]} and {MARKS[1]}, got neither in order")
-    path.write_text(f"{text[: begin + len(MARKS[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
+        raise ValueError(f"bench: expected {path} to hold the lines {marks[0]} and {marks[1]}, got neither in order")
+    path.write_text(f"{text[: begin + len(marks[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
 
 
 # Comparison

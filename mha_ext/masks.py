@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 
 def visible(mask: Tensor) -> Tensor:
@@ -34,3 +35,18 @@ def split_attn_mask(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
             f"scaled_dot_product_attention: expected attn_mask of dtype bool or floating, got {attn_mask.dtype}"
         )
     return None, attn_mask
+
+
+def is_bottom_right(causal_bias: CausalBias, q_len: int, kv_len: int) -> bool:
+    """Whether PyTorch's causal bias for Lq queries and Lk keys starts at the bottom-right corner, not at the top-left.
+
+    Raises ValueError for one that was made for other lengths, unless its corner is the top-left, which has none.
+    """
+    if causal_bias.variant == CausalVariant.UPPER_LEFT:
+        return False
+    made_for = (causal_bias.seq_len_q, causal_bias.seq_len_kv)
+    if made_for != (q_len, kv_len):
+        raise ValueError(
+            f"scaled_dot_product_attention: expected causal_lower_right(Lq, Lk) = {(q_len, kv_len)}, got {made_for}"
+        )
+    return True

@@ -6,58 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _nn_module
 
 from . import masks
+from .projections import modules_are_called_plainly, plain_parameters
 
-_linear_forward = nn.Linear.forward
-_module_call = nn.Module.__call__
-_module_call_impl = nn.Module._call_impl
-_functional_linear = nn.functional.linear
 _PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
-_PLAIN_TENSORS = (nn.Parameter, Tensor)
-
-
-def _modules_are_called_plainly() -> bool:
-    """Whether no hook for all modules is registered and nobody has replaced how modules are called."""
-    return not (
-        _nn_module._global_forward_hooks
-        or _nn_module._global_forward_pre_hooks
-        or _nn_module._global_backward_hooks
-        or _nn_module._global_backward_pre_hooks
-        or nn.Linear.forward is not _linear_forward
-        or nn.Module.__call__ is not _module_call
-        or nn.Module._call_impl is not _module_call_impl
-        or nn.functional.linear is not _functional_linear
-        or "__call__" in nn.Linear.__dict__
-    )
-
-
-def _plain_parameters(module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) if calling the module does nothing but x W^T + b with them, else None.
-
-    None for a subclass or another module, for one with a hook, a parametrisation or a forward of its own, and where a
-    parameter is a tensor subclass.
-    """
-    if (
-        type(module) is not nn.Linear
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or "_call_impl" in module.__dict__
-        or "weight" in module.__dict__
-        or "bias" in module.__dict__
-    ):
-        return None
-    parameters = module._parameters
-    if "bias" not in parameters:
-        return None
-    weight, bias = parameters.get("weight"), parameters["bias"]
-    if weight is None or type(weight) not in _PLAIN_TENSORS or not (bias is None or type(bias) in _PLAIN_TENSORS):
-        return None
-    return weight, bias
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
@@ -194,7 +147,7 @@ class MultiHeadAttention(nn.Module):
                 mask = None
             else:
                 mask = masks.visible(mask)
-        dropout_p = self.dropout if self.training else 0.0
+        dropout_p = self._dropout_p()
         weights: list[Tensor] = []  # of the projections; none: they are called as modules
         biases: list[Tensor | None] = []
         if torch.jit.is_scripting():
@@ -245,6 +198,10 @@ class MultiHeadAttention(nn.Module):
             output = self.W_o(heads.transpose(1, 2).flatten(2))
         return output, attended if need_weights else None
 
+    def _dropout_p(self) -> float:
+        """The share of the weights that this call drops."""
+        return self.dropout if self.training else 0.0
+
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_heads={self.num_heads}, dropout={self.dropout}"
 
@@ -257,9 +214,9 @@ class MultiHeadAttention(nn.Module):
         """The weights and biases of the four projections if all of them are plain nn.Linear, else empty lists."""
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
-        if _modules_are_called_plainly():
+        if modules_are_called_plainly():
             for name in _PROJECTIONS:
-                parameters = _plain_parameters(self._modules[name])
+                parameters = plain_parameters(self._modules[name])
                 if parameters is None:
                     return [], []
                 weights.append(parameters[0])

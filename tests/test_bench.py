@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, report
+from benchmarks import models, peers, report
 from benchmarks.machine import Machine
 from benchmarks.rows import ROWS, Target, select
 from benchmarks.timing import in_turns, quartiles, ratios
@@ -174,3 +174,27 @@ def test_wrong_arguments_are_one_sentence(arguments, message, capsys):
     assert main(arguments) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
+
+
+# --- Whole models -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", ["eval", "train"])
+def test_a_model_is_measured_before_and_after(work):
+    subject = models.encoder(2, 8, d_model=16, heads=2, layers=1)
+    cells = models.measure(subject, work, budget=0.01)
+    assert cells[:2] == [subject.name, work] and len(cells) == len(models.HEADINGS)
+    assert models.markdown([cells], "a CPU").count("\n|") == 2
+
+
+def test_models_that_disagree_are_an_error():
+    subject = models.encoder(2, 8, d_model=16, heads=2, layers=1)
+    noisy = models.Subject(subject.name, subject.model, lambda model: subject.call(model) + torch.rand(()))
+    with pytest.raises(RuntimeError, match="expected nn.TransformerEncoder.* and its copy to agree, got a difference"):
+        models.measure(noisy, "eval", budget=0.01)
+
+
+def test_a_model_without_attention_is_an_error():
+    subject = models.Subject("linear", torch.nn.Linear(2, 2), lambda model: model(torch.ones(1, 2)))
+    with pytest.raises(RuntimeError, match="expected attention to replace in linear, got none"):
+        models.measure(subject, "eval", budget=0.01)

