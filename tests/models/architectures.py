@@ -30,7 +30,7 @@ class Architecture:
     """A model class with a tiny configuration.
 
     `layers` counts the calls of attention in one forward, `inputs` makes the arguments out of a padding mask (B, L) in
-    which 1 is a token. `live(mask)` is what of the output is compared: the positions that are no padding.
+    which 1 is a token, `padded` says whether the inputs have padding at all.
     """
 
     model: str
