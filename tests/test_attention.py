@@ -278,13 +278,13 @@ def test_dead_rows(hide, uniform, kv_len):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("hide", ["mask", "bias", "key_lengths", "causal"])
-@pytest.mark.parametrize("kv_len", [6, 300])
+@pytest.mark.parametrize("q_len, kv_len", [(5, 6), (5, 300), (70, 161), (70, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "average_weights": True}], ids=["plain", "capped"])
-def test_nothing_leaks_from_behind_a_mask(bad, hide, kv_len, dtype, options):
-    inputs = make(Case("hidden", q_len=5, kv_len=kv_len, need_weights=True, **options), DTYPES[dtype])
+def test_nothing_leaks_from_behind_a_mask(bad, hide, q_len, kv_len, dtype, options):
+    inputs = make(Case("hidden", q_len=q_len, kv_len=kv_len, need_weights=True, **options), DTYPES[dtype])
     hidden = torch.zeros(kv_len, dtype=torch.bool)
-    hidden[5 if hide == "causal" else kv_len // 2 :] = True
+    hidden[q_len if hide == "causal" else kv_len // 2 :] = True
     if hide == "causal":
         inputs.options["is_causal"] = True
     elif hide == "key_lengths":

@@ -98,6 +98,8 @@ Prepared<Params> prepare(const at::Tensor& query, const at::Tensor& key, const a
   p.softcap = options.softcap.value_or(0);
   p.weights_before_dropout = options.weights_before_dropout && p.dropout.active;
   p.tile = tile_size();
+  p.tile.forward_queries = balanced(p.kv_heads > 0 ? p.group() * p.q_len : 0, p.tile.forward_queries);
+  p.tile.backward_queries = balanced(p.q_len, p.tile.backward_queries);
   // Forward and backward alike, so that both find the same scores to the last bit.
   p.few_rows = p.kv_heads > 0 && p.group() * p.q_len <= kernel_table().few_rows;
   if (p.few_rows) p.tile.forward_queries = std::max(p.tile.forward_queries, padded(p.group() * p.q_len));

@@ -135,7 +135,7 @@ void sum_rows(const BackwardParams& p, BackwardScratch<T>& s, Tile t, int64_t q_
   for (int64_t block = 0; block < s.key_blocks; ++block) {
     t.key = block * p.tile.backward_keys;
     t.keys = std::min(p.tile.backward_keys, p.kv_len - t.key);
-    const TileKind kind = p.hides_anything() ? classify(p, t) : TileKind::full;
+    const TileKind kind = select_keys(p, &t, 1, t.key, t.keys);
     if (kind == TileKind::empty) continue;
     load_rows(p.key, t.batch, t.head / p.group(), t.key, t.keys, p.head_dim, T(1), s.key_block, s.other_keys);
     matmul(padded(t.keys), lanes, p.head_dim, s.other_keys, s.depth, s.queries_t + q_block * lanes * s.depth, lanes,
@@ -342,18 +342,18 @@ inline int64_t last_key_block(const BackwardParams& p, const Tile& t) {
 
 // All five products of one tile; dQ is added in key-block order.
 template <typename T>
-void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQueryOrder& order, const Tile& t,
+void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQueryOrder& order, Tile t,
                    int64_t key_block, int64_t slot, int64_t step) {
   const int64_t q_block = s.query_blocks - 1 - step;
-  const int64_t lanes = s.query_block, columns = padded(t.keys);
+  const int64_t lanes = s.query_block, keys = t.keys;
+  // Uniform dead rows see every key after all.
   const bool reaches_dead = p.uniform_dead_rows && s.any_dead[q_block];
-  TileKind kind = p.hides_anything() ? classify(p, t) : TileKind::full;
-  if (kind == TileKind::empty && reaches_dead) kind = TileKind::partial;
-  const bool live = kind != TileKind::empty;
+  const TileKind kind = reaches_dead ? TileKind::partial : select_keys(p, &t, 1, t.key, keys);
+  const int64_t columns = padded(t.keys);
+  const bool live = kind != TileKind::empty, hides = kind != TileKind::full || t.keys < keys;
   if (live) {
     const T* queries = s.queries + q_block * lanes * s.depth;
     const T* grad_output = s.grad_output + q_block * lanes * s.value_depth;
-    const bool hides = kind != TileKind::full;
     for (const View* v : {&p.mask, &p.bias, &p.grad_weights, &p.grad_bias}) prefetch_tile(*v, t);
     // S^T <- K (scale Q)^T,  dP^T <- V dO^T
     matmul(columns, lanes, p.head_dim, s.keys + slot * s.key_block * s.depth, s.depth,
@@ -381,8 +381,7 @@ void backward_tile(const BackwardParams& p, BackwardScratch<T>& s, const GradQue
   wait_for_turn(order, progress_index, key_block, step);
   if (live) {
     // dQ^T += K^T dS^T
-    const auto queries_product =
-        kind != TileKind::full && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
+    const auto queries_product = hides && !s.keys_finite[slot] ? matmul_skipping_zeros_of_b<T> : matmul<T>;
     queries_product(s.depth, lanes, columns, s.keys_t + slot * s.key_block * s.depth, s.key_block, s.grad_scores, lanes,
                     grad_query_t, lanes, key_block > 0);
   } else if (key_block == 0) {

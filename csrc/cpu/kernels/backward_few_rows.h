@@ -55,8 +55,10 @@ struct FewRowsBackwardScratch {
 // Dead rows see every key after all if they are uniform.
 template <typename T>
 TileKind select_block(const BackwardParams& p, FewRowsBackwardScratch<T>& s, int64_t block) {
-  const TileKind kind = select_keys(p, s.heads, p.group(), block * s.blocks.size, s.blocks.keys_of(block));
-  return kind == TileKind::empty && p.uniform_dead_rows && s.any_dead ? TileKind::partial : kind;
+  const int64_t key = block * s.blocks.size, keys = s.blocks.keys_of(block);
+  if (!p.uniform_dead_rows || !s.any_dead) return select_keys(p, s.heads, p.group(), key, keys);
+  point_at(s.heads, p.group(), key, keys);
+  return TileKind::partial;
 }
 
 // S <- scale Q K^T, capped, with bias and -inf where hidden; padding keys are hidden.
@@ -191,9 +193,8 @@ void softmax_backward_row(const BackwardParams& p, FewRowsBackwardScratch<T>& s,
 
 // dK and dV of one block of keys, and what it adds to dQ.
 template <typename T>
-void few_rows_products(FewRowsBackwardScratch<T>& s, TileKind kind, const Matrix<T>& keys) {
+void few_rows_products(FewRowsBackwardScratch<T>& s, bool hides, const Matrix<T>& keys) {
   const int64_t n = s.heads->keys, size = s.blocks.size, depth = s.blocks.depth, value_depth = s.blocks.value_depth;
-  const bool hides = kind != TileKind::full;
   constexpr Storage transposed = Storage::transposed;
   const auto values_product =
       hides && !s.grad_output_finite ? matmul_skipping_zeros_of_a<T, transposed> : register_tiled_matmul<T, transposed>;
@@ -230,11 +231,11 @@ void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const 
   load_few_rows(p, s, batch, kv_head);
   for (int64_t block = task.first_block; block < task.last_block; ++block) {
     const TileKind kind = select_block(p, s, block);
-    const int64_t n = s.heads->keys, key = s.heads->key;
-    if (kind == TileKind::empty) {
-      fill(s.grad_keys, n * depth, T(0));
-      fill(s.grad_values, n * value_depth, T(0));
-    } else {
+    const int64_t key = block * size, keys_of_block = s.blocks.keys_of(block);
+    const int64_t n = kind == TileKind::empty ? 0 : s.heads->keys;
+    fill(s.grad_keys + n * depth, (keys_of_block - n) * depth, T(0));
+    fill(s.grad_values + n * value_depth, (keys_of_block - n) * value_depth, T(0));
+    if (n > 0) {
       const Matrix<T> values = s.blocks.values(block), keys = s.blocks.keys(block);
       few_rows_scores(p, s, kind, keys);
       few_rows_matmul_transposed(s.rows, n, value_depth, s.grad_output, value_depth, values.data, values.ld,
@@ -248,9 +249,9 @@ void few_rows_backward(const BackwardParams& p, const BackwardTask& task, const 
           if (p.softcap > 0) multiply_by_slope(padded(n), s.slopes + (t->row + i) * size, grad_scores);
         }
       }
-      few_rows_products(s, kind, keys);
+      few_rows_products(s, kind != TileKind::full || n < keys_of_block, keys);
     }
-    for (int64_t j = 0; j < n; ++j) {
+    for (int64_t j = 0; j < keys_of_block; ++j) {
       // Q was loaded scaled, so dK = dS^T (scale Q) is complete
       store_row(p.grad_key, batch, kv_head, key + j, 0, p.head_dim, T(1), s.grad_keys + j * depth);
       store_row(p.grad_value, batch, kv_head, key + j, 0, p.value_dim, T(1), s.grad_values + j * value_depth);

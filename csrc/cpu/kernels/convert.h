@@ -147,13 +147,18 @@ void load_rows(const View& v, int64_t b, int64_t h, int64_t row, int64_t rows, i
   fill(dst + rows * ld, (padded_rows - rows) * ld, T(0));
 }
 
-// True unless an Inf or NaN is among the n elements (n a multiple of kLanes): x * 0 is NaN for those and 0 for the
-// rest.
+// A NaN in some lane if an Inf or NaN is among the n elements (n a multiple of kLanes): x * 0 is NaN for those and 0
+// for the rest.
 template <typename T>
-bool all_finite(const T* p, int64_t n) {
+inline Vec<T> zero_if_finite(const T* p, int64_t n) {
   Vec<T> sum{};
   for (int64_t i = 0; i < n; i += kWidth<T>) sum += load(p + i) * T(0);
-  return horizontal_sum<T>(sum) == T(0);
+  return sum;
+}
+
+template <typename T>
+bool all_finite(const T* p, int64_t n) {
+  return horizontal_sum<T>(zero_if_finite(p, n)) == T(0);
 }
 
 // One 32-byte row of a square block, whatever the instruction set: 8 floats or 4 doubles.

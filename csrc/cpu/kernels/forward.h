@@ -44,7 +44,9 @@ struct ForwardScratch {
 // Keeps the numerators of row r of a tile for the weights.
 template <typename T>
 void keep_numerators(ForwardScratch<T>& s, const Tile& t, int64_t r, int64_t block, const T* scores) {
-  std::memcpy(s.weights + r * s.blocks.count * s.blocks.size + t.key, scores, padded(t.keys) * sizeof(T));
+  T* weights = s.weights + r * s.blocks.count * s.blocks.size + t.key;
+  std::memcpy(weights, scores, t.keys * sizeof(T));
+  fill(weights + t.keys, s.blocks.keys_of(block) - t.keys, T(0));  // hidden from all rows
   s.tile_maxima[r * s.blocks.count + block] = s.rows[r].maximum;
 }
 
@@ -173,8 +175,9 @@ void begin_rows(const AttentionParams& p, ForwardScratch<T>& s, const ForwardTas
 template <typename T>
 void forward_tile(const AttentionParams& p, ForwardScratch<T>& s, int64_t rows, TileKind kind, int64_t block,
                   bool first) {
-  const int64_t keys = s.blocks.keys_of(block), size = s.blocks.size;
+  const int64_t keys = s.heads[0].keys, size = s.blocks.size;
   const int64_t depth = s.blocks.depth, value_depth = s.blocks.value_depth;
+  const bool hides = kind != TileKind::full || keys < s.blocks.keys_of(block);
   const Matrix<T> k = s.blocks.keys(block);
   // S <- scale Q K^T
   if (p.few_rows) {
@@ -185,7 +188,7 @@ void forward_tile(const AttentionParams& p, ForwardScratch<T>& s, int64_t rows, 
   for (int64_t h = 0; h < s.heads_count; ++h) softmax_tile(p, s, s.heads[h], kind, block, first);
   // O <- O alpha + P V
   const Matrix<T> v = s.blocks.values(block);
-  if (kind != TileKind::full && !s.blocks.values_are_finite(block, v)) {
+  if (hides && !s.blocks.values_are_finite(block, v)) {
     matmul_skipping_zeros_of_a(rows, value_depth, keys, s.scores, size, v.data, v.ld, s.output, value_depth, !first);
   } else if (p.few_rows) {
     few_rows_matmul(rows, value_depth, keys, s.scores, size, v.data, v.ld, s.output, value_depth, !first);

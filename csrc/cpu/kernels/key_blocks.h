@@ -20,10 +20,9 @@ struct Matrix {
 // columns a multiple of kLanes
 template <typename T>
 bool rows_are_finite(const Matrix<T>& m, int64_t rows, int64_t columns) {
-  for (int64_t r = 0; r < rows; ++r) {
-    if (!all_finite(m.data + r * m.ld, columns)) return false;
-  }
-  return true;
+  Vec<T> sum{};
+  for (int64_t r = 0; r < rows; ++r) sum += zero_if_finite(m.data + r * m.ld, columns);
+  return horizontal_sum<T>(sum) == T(0);
 }
 
 template <typename T>

@@ -79,18 +79,57 @@ inline TileKind classify(const AttentionParams& p, const Tile& t) {
   return p.bias ? TileKind::biased : TileKind::full;
 }
 
-// Points tiles of several heads at the same keys; what they are as one: what each is if they agree.
-inline TileKind select_keys(const AttentionParams& p, Tile* tiles, int64_t count, int64_t key, int64_t keys) {
+// One more than the last column of a tile that the mask shows to any row.
+inline int64_t last_visible(const View& mask, const Tile& t) {
+  if (mask.stride[3] != 1) return t.keys;
+  const int64_t rows = mask.stride[2] == 0 ? 1 : t.queries;
+  int64_t last = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* row = mask_row(mask, t.batch, t.head, t.query + r, t.key);
+    int64_t end = t.keys;
+    for (uint64_t eight = 0; end - 8 >= last; end -= 8) {
+      std::memcpy(&eight, row + end - 8, 8);
+      if (eight != 0) break;
+    }
+    while (end > last && row[end - 1] == 0) --end;
+    last = end;
+    if (last == t.keys) break;
+  }
+  return last;
+}
+
+// Points tiles of several heads at the same keys.
+inline void point_at(Tile* tiles, int64_t count, int64_t key, int64_t keys) {
   for (int64_t i = 0; i < count; ++i) {
     tiles[i].key = key;
     tiles[i].keys = keys;
   }
-  if (!p.hides_anything()) return TileKind::full;
+}
+
+// What tiles of several heads are as one: what each is if they agree.
+inline TileKind classify_all(const AttentionParams& p, const Tile* tiles, int64_t count) {
   const TileKind first = classify(p, tiles[0]);
   for (int64_t i = 1; i < count; ++i) {
     if (classify(p, tiles[i]) != first) return TileKind::partial;
   }
   return first;
+}
+
+// The same, pointed at those of `keys` keys that come before the last that any query may see. Fewer keys than these
+// were pointed at if that hides some: `keys` tells.
+inline TileKind select_keys(const AttentionParams& p, Tile* tiles, int64_t count, int64_t key, int64_t keys) {
+  point_at(tiles, count, key, keys);
+  if (!p.hides_anything()) return TileKind::full;
+  const TileKind kind = classify_all(p, tiles, count);
+  if (kind != TileKind::partial) return kind;
+  int64_t reach = 0;
+  for (const Tile* t = tiles; t < tiles + count; ++t) {
+    const int64_t most = std::min(keys, visible_keys(p, t->batch, t->query + t->queries - 1) - key);
+    reach = std::max(reach, p.mask ? std::min(most, last_visible(p.mask, *t)) : most);
+  }
+  if (reach == keys) return kind;
+  point_at(tiles, count, key, reach);
+  return classify_all(p, tiles, count);
 }
 
 // score + added, -inf where added is: selected, so that a NaN behind a mask is gone

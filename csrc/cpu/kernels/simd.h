@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 namespace mha_ext::cpu {
 namespace {
@@ -53,19 +54,31 @@ inline Vec<T> max(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
+// Lane i of the result is v[i ^ Step].
+template <int Step, typename T, size_t... Lane>
+inline Vec<T> swap_lanes(Vec<T> v, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(v, v, (Lane ^ Step)...);
+}
+
+// combine(v[0], v[1], ...), in a tree.
+template <typename T, int Step = 1, typename Combine>
+inline T reduce_lanes(Vec<T> v, const Combine& combine) {
+  if constexpr (Step == kWidth<T>) {
+    return v[0];
+  } else {
+    return reduce_lanes<T, 2 * Step>(combine(v, swap_lanes<Step, T>(v, std::make_index_sequence<kWidth<T>>())),
+                                     combine);
+  }
+}
+
 template <typename T>
 inline T horizontal_max(Vec<T> v) {
-  T m = v[0];
-  for (int i = 1; i < kWidth<T>; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+  return reduce_lanes<T>(v, [](Vec<T> a, Vec<T> b) { return max<T>(a, b); });
 }
 
 template <typename T>
 inline T horizontal_sum(Vec<T> v) {
-  for (int64_t half = kWidth<T> / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
-  }
-  return v[0];
+  return reduce_lanes<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
 }
 
 template <typename T>

@@ -18,6 +18,21 @@ constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes;
 // the dQ block, which is read and written once per tile.
 constexpr TileSize kDefaultTile = {64, 256, 64, 128};
 
+// Rows of a block so that few blocks waste little: 65 rows are one block of 80 rather than two of 64. At most 7/4 of
+// `step`, for which the sizes above still hold.
+constexpr int64_t balanced(int64_t rows, int64_t step) {
+  if (rows <= step || rows >= 8 * step) return step;
+  int64_t best = step, least = (rows + step - 1) / step * step;
+  for (int64_t block = padded(step / 2 + 1); block <= step * 7 / 4; block += kLanes) {
+    const int64_t computed = (rows + block - 1) / block * block;
+    if (computed < least) {
+      best = block;
+      least = computed;
+    }
+  }
+  return best;
+}
+
 // A few rows (few_rows.h) meet so many keys in a task: 512 KB of keys and values at D = 128, some 20 us, so that one
 // head with a long cache still keeps all threads busy.
 constexpr int64_t kPartKeys = 512;
