@@ -48,7 +48,7 @@ if "mha-ext" in found["packages"]:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
-            extra = marker.split("==")[-1].strip().strip("'\"")
+            extra = marker.split('==')[-1].strip(' \\'\\"')
             found["missing"].setdefault(extra, []).append(requirement.strip())
 print(json.dumps(found))
 """
@@ -78,7 +78,10 @@ def output_of(*command):
 
 def probe(python):
     """What PROBE finds in a Python >= 3.8; nothing in others."""
-    return json.loads(output_of(python, "-I", "-c", PROBE) or '{"packages": {}}')
+    found = output_of(python, "-I", "-c", PROBE)
+    if not found and version_of(python) >= (3, 8):
+        fail(f"expected {python} to tell what is installed in it, got nothing; see what it says to `{python} -m pip list`")
+    return json.loads(found or '{"packages": {}}')
 
 
 def version_of(python):
