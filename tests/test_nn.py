@@ -731,6 +731,19 @@ def test_nested_is_each_sequence_alone(layout, training, context, average):
 
 @layouts
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_with_extra_keys_and_a_mask(layout):
+    layer = pair(E, HEADS, batch_first=True, add_bias_kv=True, add_zero_attn=True)[0]
+    sequences = [torch.randn(n, E) for n in SIZES]
+    x = torch.nested.nested_tensor(sequences, layout=layout)
+    mask = torch.rand(max(SIZES), max(SIZES)) < 0.4
+    output, _ = layer(x, x, x, attn_mask=mask)
+    for found, y in zip(output.unbind(), sequences, strict=True):
+        expected, _ = layer(y, y, y, attn_mask=mask[: len(y), : len(y)])
+        torch.testing.assert_close(found, expected)
+
+
+@layouts
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_cross_attention_trains_and_calls_hooks_once(layout):
     layer, calls = pair(E, HEADS, batch_first=True)[0], []
     layer.register_forward_hook(lambda *_: calls.append(1))
@@ -753,6 +766,10 @@ def test_nested_errors():
         layer(x, dense, dense)
     with pytest.raises(ValueError, match="MultiheadAttention: expected no key_padding_mask with nested"):
         layer(x, x, x, key_padding_mask=torch.zeros(1, 2, dtype=torch.bool))
+    for other in ([torch.randn(3, E)], [torch.randn(2, E)] * 2):
+        longer = torch.nested.nested_tensor(other)
+        with pytest.raises(ValueError, match="MultiheadAttention: expected .*, got .*[12]"):
+            layer(longer if len(other) == 2 else x, x, x if len(other) == 2 else longer)
     layer.batch_first = False
     with pytest.raises(ValueError, match="MultiheadAttention: expected batch_first=True with nested"):
         layer(x, x, x)
@@ -785,7 +802,7 @@ def test_encoder_computes_the_same_in_training_and_evaluation(nested, batch_firs
     with torch.no_grad(), mock.patch.object(mha_ext.nn.MultiheadAttention, "forward", counted):
         found = encoder(x, src_key_padding_mask=padding)
     assert found.shape == expected.shape
-    assert (calls.count(True), calls.count(False)) == (2 * (nested and batch_first), 2)  # nested calls padded
+    assert calls == [nested and batch_first] * 2
     torch.testing.assert_close(found * live, expected * live)
 
 

@@ -60,6 +60,7 @@ def function_samples(dtype: torch.dtype) -> list[tuple[tuple, dict]]:
     return [((sample.input, *sample.args), sample.kwargs) for sample in samples]
 
 
+F64_TOLERANCE = 1e-12  # between two ways to round the same in float64
 DROPOUT = 10  # the place of dropout_p among the arguments
 
 
@@ -104,7 +105,7 @@ def test_function(options, dtype):
         for name in exact:
             size[name].clamp_(min=torch.finfo(dtype).tiny / torch.finfo(dtype).eps)  # weights next to 0 become 0
             if dtype == torch.float64:  # exact is the plain formula's: an error of its own size is no measure
-                torch.testing.assert_close(found[name], exact[name], rtol=0, atol=1e-12 * largest(size[name]))
+                torch.testing.assert_close(found[name], exact[name], rtol=0, atol=F64_TOLERANCE * largest(size[name]))
             else:
                 assert_as_good_as_plain(found[name], plain[name], exact[name], size[name], what=name)
 
@@ -150,6 +151,9 @@ class Errors:
         """In the mean over the samples at most twice torch's in the same dtype and a few last places; no outlier."""
         epsilon = torch.finfo(self.dtype).eps
         ours, plain = torch.tensor(self.ours), torch.tensor(self.plain)
+        if self.dtype == torch.float64:  # exact is torch's own: its error is unknown
+            assert ours.max() <= F64_TOLERANCE
+            return
         assert ours.mean() <= 2 * plain.mean() + 8 * epsilon
         assert ours.max() <= 4 * plain.max() + 64 * epsilon
 

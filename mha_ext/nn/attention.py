@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..projections import modules_are_called_plainly, plain_parameters
 from .functional import multi_head_attention_forward
+from .nested import forward_nested
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -50,7 +51,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if not torch.jit.is_scripting():
             if query.is_nested or key.is_nested or value.is_nested:
-                return self._forward_nested(
+                return forward_nested(
+                    self,
                     query,
                     key,
                     value,
@@ -108,55 +110,3 @@ class MultiheadAttention(nn.MultiheadAttention):
     def __prepare_scriptable__(self) -> MultiheadAttention:
         self._calls_out_proj = self._plain_out_proj()[0] is None
         return self
-
-    @torch.jit.unused
-    def _forward_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
-        weights_before_dropout: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """forward of nested tensors: of padded ones, whose padding is hidden."""
-        if not (query.is_nested and key.is_nested and value.is_nested):
-            raise ValueError("MultiheadAttention: expected query, key and value all nested or none, got a mix")
-        if key_padding_mask is not None:
-            raise ValueError("MultiheadAttention: expected no key_padding_mask with nested tensors, got one")
-        if not self.batch_first:
-            raise ValueError("MultiheadAttention: expected batch_first=True with nested tensors, got False")
-        q, q_padding = _padded(query)
-        k, k_padding = (q, q_padding) if key is query else _padded(key)
-        v = k if value is key else _padded(value)[0]
-        output, weights = self.forward(
-            q, k, v, k_padding, need_weights, attn_mask, average_attn_weights, is_causal, weights_before_dropout
-        )
-        if weights is not None:
-            rows = q_padding if average_attn_weights else q_padding.unsqueeze(1)
-            weights = weights.masked_fill(rows.unsqueeze(-1), 0.0)
-        return _nested_like(query, output, q_padding), weights
-
-
-def _lengths(nested: Tensor) -> Tensor:
-    """(N,) of a nested (N, L*, E)"""
-    if nested.layout == torch.jagged:
-        return nested.offsets().diff()  # type: ignore[attr-defined]
-    return nested._nested_tensor_size()[:, 0].to(nested.device)
-
-
-def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """The padded tensor (N, L, E), and (N, L): True where it is padded."""
-    padded = torch.nested.to_padded_tensor(nested, 0.0)
-    return padded, torch.arange(padded.size(1), device=padded.device) >= _lengths(nested).unsqueeze(1)
-
-
-def _nested_like(nested: Tensor, padded: Tensor, padding: Tensor) -> Tensor:
-    """The values of padded (N, L, F) that are no padding, in the layout and with the lengths of nested."""
-    if nested.layout == torch.jagged:
-        offsets = nested.offsets()  # type: ignore[attr-defined]
-        return torch.nested.nested_tensor_from_jagged(padded[~padding], offsets)
-    return torch.nested.as_nested_tensor([row[~hidden] for row, hidden in zip(padded, padding, strict=True)])

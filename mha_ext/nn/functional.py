@@ -110,21 +110,16 @@ def multi_head_attention_forward(
     batched = _check_inputs(query, key, value, key_padding_mask, attn_mask, num_heads)
     _check_features(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
     _check_extra_keys(bias_k, bias_v, static_k, static_v)
-    w_q, w_k, w_v = _projection_weights(
-        in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, use_separate_proj_weight
+    w_q, w_k, w_v, b_q, b_k, b_v = projections(
+        in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, in_proj_bias, use_separate_proj_weight
     )
-    b_q: Tensor | None = None
-    b_k: Tensor | None = None
-    b_v: Tensor | None = None
-    if in_proj_bias is not None:
-        b_q, b_k, b_v = in_proj_bias.chunk(3)
 
     q_in = _as_batch_first(query, batched, batch_first)
     k_in = q_in if key is query else _as_batch_first(key, batched, batch_first)
     v_in = k_in if value is key else _as_batch_first(value, batched, batch_first)
     kv_len = k_in.size(1) if static_k is None else static_k.size(1)
     padding = _padding_mask(key_padding_mask, q_in.size(0), kv_len)
-    pairs = _pair_mask(attn_mask, q_in.size(0), num_heads, q_in.size(1), kv_len)
+    pairs = pair_mask(attn_mask, q_in.size(0), num_heads, q_in.size(1), kv_len)
     shown: Tensor | None = padding
     key_lengths: Tensor | None = None
     fused = bias_k is None and not add_zero_attn and static_k is None and static_v is None
@@ -132,7 +127,7 @@ def multi_head_attention_forward(
         if padding is not None and _may_be_read(padding):
             shown, key_lengths = _simplify(padding)
         fused = fused and _all_plain([w_q, w_k, w_v, out_proj_weight, b_q, b_k, b_v, out_proj_bias])
-    mask, bias = _visible_and_added(shown, pairs)
+    mask, bias = visible_and_added(shown, pairs)
     dropout_p = dropout_p if training else 0.0
 
     if fused and out_proj_weight is not None:
@@ -169,10 +164,10 @@ def multi_head_attention_forward(
             v = _project(_cleared(v_in, hidden), w_v, b_v, num_heads)
         else:
             v = _static_heads("static_v", static_v, q)
-        output, weights = _attend(
+        output, weights = attend(
             q,
-            _with_extra_keys(k, bias_k, add_zero_attn),
-            _with_extra_keys(v, bias_v, add_zero_attn),
+            with_extra_keys(k, bias_k, add_zero_attn),
+            with_extra_keys(v, bias_v, add_zero_attn),
             int(bias_k is not None) + int(add_zero_attn),
             mask,
             bias,
@@ -264,21 +259,32 @@ def _as_batch_first(x: Tensor, batched: bool, batch_first: bool) -> Tensor:
     return x if batch_first else x.transpose(0, 1).contiguous()  # copied once rather than by each projection
 
 
-def _projection_weights(
-    packed: Tensor | None, w_q: Tensor | None, w_k: Tensor | None, w_v: Tensor | None, separate: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def projections(
+    packed: Tensor | None,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    w_v: Tensor | None,
+    bias: Tensor | None,
+    separate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Weights and biases of query, key and value out of what torch's layer holds."""
+    b_q: Tensor | None = None
+    b_k: Tensor | None = None
+    b_v: Tensor | None = None
+    if bias is not None:
+        b_q, b_k, b_v = bias.chunk(3)
     if not separate:
         if packed is None:
             raise AssertionError("use_separate_proj_weight is False but in_proj_weight is None")
         first, second, third = packed.chunk(3)
-        return first, second, third
+        return first, second, third, b_q, b_k, b_v
     if w_q is None:
         raise AssertionError("use_separate_proj_weight is True but q_proj_weight is None")
     if w_k is None:
         raise AssertionError("use_separate_proj_weight is True but k_proj_weight is None")
     if w_v is None:
         raise AssertionError("use_separate_proj_weight is True but v_proj_weight is None")
-    return w_q, w_k, w_v
+    return w_q, w_k, w_v, b_q, b_k, b_v
 
 
 @torch.jit.unused
@@ -304,7 +310,7 @@ def _static_heads(name: str, static: Tensor, q: Tensor) -> Tensor:
 # --- Attention with keys that every query sees ---------------------------------------------------------------------
 
 
-def _with_extra_keys(x: Tensor, learned: Tensor | None, zero: bool) -> Tensor:
+def with_extra_keys(x: Tensor, learned: Tensor | None, zero: bool) -> Tensor:
     """x (N, H, S, D) after a learned key (of H D elements), one of zeros, or both.
 
     They stand before the others: then padding still ends the sequences, and is_causal still hides a corner.
@@ -318,7 +324,7 @@ def _with_extra_keys(x: Tensor, learned: Tensor | None, zero: bool) -> Tensor:
     return x if len(keys) == 0 else torch.cat(keys + [x], dim=2)
 
 
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -380,7 +386,7 @@ def _padding_mask(mask: Tensor | None, batch: int, kv_len: int) -> Tensor | None
     return mask.unsqueeze(1).unsqueeze(1)
 
 
-def _pair_mask(mask: Tensor | None, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor | None:
+def pair_mask(mask: Tensor | None, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor | None:
     """attn_mask seen with 4 dimensions: (1, 1, L, S) or (N, H, L, S)."""
     if mask is None:
         return None
@@ -402,7 +408,7 @@ def _pair_mask(mask: Tensor | None, batch: int, heads: int, q_len: int, kv_len: 
     return mask
 
 
-def _visible_and_added(padding: Tensor | None, pairs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def visible_and_added(padding: Tensor | None, pairs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What the operators take, mask (True = may attend) and bias, of masks that hide where True or are added."""
     hidden: Tensor | None = None
     added: Tensor | None = None

@@ -1,0 +1,98 @@
+"""Attention of nested tensors: projected as they are, without padding, and padded for the scores alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from .functional import attend, pair_mask, projections, visible_and_added, with_extra_keys
+
+
+def forward_nested(
+    layer: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    need_weights: bool,
+    attn_mask: Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+    weights_before_dropout: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """forward of a layer on nested query, key and value (N, L*, E)."""
+    _check(layer, query, key, value, key_padding_mask)
+    w_q, w_k, w_v, b_q, b_k, b_v = projections(
+        layer.in_proj_weight,
+        layer.q_proj_weight,
+        layer.k_proj_weight,
+        layer.v_proj_weight,
+        layer.in_proj_bias,
+        not layer._qkv_same_embed_dim,
+    )
+    heads = layer.num_heads
+    q = _padded_heads(linear(query, w_q, b_q), heads)
+    k = _padded_heads(linear(key, w_k, b_k), heads)
+    v = _padded_heads(linear(value, w_v, b_v), heads)
+    mask, bias = visible_and_added(None, pair_mask(attn_mask, q.size(0), heads, q.size(2), k.size(2)))
+    context, weights = attend(
+        q,
+        with_extra_keys(k, layer.bias_k, layer.add_zero_attn),
+        with_extra_keys(v, layer.bias_v, layer.add_zero_attn),
+        int(layer.bias_k is not None) + int(layer.add_zero_attn),
+        mask,
+        bias,
+        _lengths(key),
+        is_causal,
+        layer.dropout if layer.training else 0.0,
+        need_weights,
+        average_attn_weights,
+        weights_before_dropout,
+    )
+    lengths = _lengths(query)
+    padding = torch.arange(q.size(2), device=q.device) >= lengths.unsqueeze(1)  # (N, L)
+    output = layer.out_proj(_nested_like(query, context[~padding], lengths))
+    if not need_weights:
+        return output, None
+    rows = padding if average_attn_weights else padding.unsqueeze(1)
+    return output, weights.masked_fill(rows.unsqueeze(-1), 0.0)
+
+
+def _check(
+    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+) -> None:
+    if not (query.is_nested and key.is_nested and value.is_nested):
+        raise ValueError("MultiheadAttention: expected query, key and value all nested or none, got a mix")
+    if key_padding_mask is not None:
+        raise ValueError("MultiheadAttention: expected no key_padding_mask with nested tensors, got one")
+    if not layer.batch_first:
+        raise ValueError("MultiheadAttention: expected batch_first=True with nested tensors, got False")
+    if value is not key and not _lengths(key).equal(_lengths(value)):
+        raise ValueError(
+            "MultiheadAttention: expected key and value of the same lengths, "
+            f"got {_lengths(key).tolist()} and {_lengths(value).tolist()}"
+        )
+    if query.size(0) != key.size(0):
+        raise ValueError(
+            f"MultiheadAttention: expected query and key of one batch size, got {query.size(0)} and {key.size(0)}"
+        )
+
+
+def _lengths(nested: Tensor) -> Tensor:
+    """(N,) of a nested (N, L*, E)"""
+    if nested.layout == torch.jagged:
+        return nested.offsets().diff()  # type: ignore[attr-defined]
+    return nested._nested_tensor_size()[:, 0].to(nested.device)
+
+
+def _padded_heads(nested: Tensor, heads: int) -> Tensor:
+    """(N, H, L, D) of a nested (N, L*, H D), 0 beyond the lengths."""
+    return torch.nested.to_padded_tensor(nested, 0.0).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _nested_like(nested: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """The rows of values, sequence after sequence, in the layout and with the lengths of nested."""
+    if nested.layout == torch.jagged:
+        return torch.nested.nested_tensor_from_jagged(values, nested.offsets())  # type: ignore[attr-defined]
+    return torch.nested.as_nested_tensor(list(values.split(lengths.tolist())))
