@@ -80,7 +80,7 @@ def probe(python):
     """What PROBE finds in a Python >= 3.8; nothing in others."""
     found = output_of(python, "-I", "-c", PROBE)
     if not found and version_of(python) >= (3, 8):
-        fail(f"expected {python} to tell what is installed in it, got nothing; see what it says to `{python} -m pip list`")
+        fail(f"expected {python} to tell what is installed in it, got nothing; try `{python} -m pip list`")
     return json.loads(found or '{"packages": {}}')
 
 

@@ -76,7 +76,7 @@ def register() -> None:
     transformers.AttentionMaskInterface.register(NAME, make_mask)
 
 
-def _check_models_that_choose_us(model_class: type) -> None:
+def _check_models_that_choose_us(model_class: Any) -> None:
     """Lets every model be checked where Transformers checks that it may have the implementation that it asks for.
 
     Transformers asks models about its own implementations only. A model with an attention of its own would take our
@@ -93,7 +93,7 @@ def _check_models_that_choose_us(model_class: type) -> None:
     model_class.get_correct_attn_implementation = check_and_ask_model
 
 
-def _check_model(model: type, config: type) -> None:
+def _check_model(model: Any, config: Any) -> None:
     uses_the_table = hasattr(sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS")
     if not (uses_the_table or model._can_set_attn_implementation()):
         raise ValueError(f"mha_ext: expected a model that uses ALL_ATTENTION_FUNCTIONS, got {model.__name__}")
