@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
         rows = select(arguments.rows)
         old = report.load(arguments.compare) if arguments.compare else None
         _check_writable(arguments)
+        _check_models_alone(arguments)
     except (ValueError, OSError) as error:
         return _fail(error)
     if arguments.list:
@@ -73,7 +74,7 @@ def _models(arguments: argparse.Namespace, probed: machine.Machine) -> int:
     budget = QUICK_BUDGET_SECONDS if arguments.quick else 3 * BUDGET_SECONDS
     lines = []
     try:
-        for subject in models.subjects():
+        for subject in models.subjects(arguments.quick):
             for work in ("eval", "train"):
                 lines.append(models.measure(subject, work, budget))
                 _say(arguments, models.text_line(lines[-1]))
@@ -148,6 +149,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of threads >= 1, got {text!r}")
     return int(text)
+
+
+def _check_models_alone(arguments: argparse.Namespace) -> None:
+    """Raises for options that --models has no use for."""
+    for name in ("rows", "json", "compare", "plot", "targets", "compile"):
+        if arguments.models and getattr(arguments, name):
+            raise ValueError(f"bench: expected --models without --{name}, got both")
 
 
 def _check_writable(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
-#include <cmath>
 #include <initializer_list>
 #include <string_view>
 
@@ -116,8 +115,10 @@ void check_options(const Context& c, const AttentionSizes& s, const AttentionOpt
                     ": expected dropout_p between 0 and 1, got ", options.dropout_p);
   TORCH_CHECK_VALUE(options.is_causal || !options.causal_bottom_right, c.op,
                     ": expected is_causal=True with causal_bottom_right=True, got is_causal=False");
-  TORCH_CHECK_VALUE(!options.softcap || (*options.softcap > 0 && std::isfinite(*options.softcap)), c.op,
-                    ": expected softcap > 0, got ", options.softcap.value_or(0));
+  // Beyond that c or 1 / c is no float.
+  const double softcap = options.softcap.value_or(1);
+  TORCH_CHECK_VALUE(softcap >= 1e-30 && softcap <= 1e30, c.op, ": expected softcap between 1e-30 and 1e30, got ",
+                    softcap);
   if (given(options.mask)) {
     check_strided(c.op, "mask", *options.mask);
     TORCH_CHECK_TYPE(options.mask->scalar_type() == at::kBool, c.op,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from .modules import MultiHeadAttention
 from .nn import MultiheadAttention
 from .probe import PROJECTIONS
-from .projections import plain_parameters
+from .projections import has_hooks, plain_parameters
 
 Layout = Literal["stacked", "interleaved"]
 State = Mapping[str, Tensor]
@@ -37,7 +37,7 @@ State = Mapping[str, Tensor]
 _QKV = PROJECTIONS[:3]
 _TORCH_QKV = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 # In whatever mode the caller is, gradients are on here, so a copy requires them where the parameter does.
-_requires_grad_follows = torch.inference_mode(False)
+_outside_inference_mode = torch.inference_mode(False)
 
 
 # --- One tensor -----------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def split_qkv(
     kv_heads = num_heads if kv_heads is None else kv_heads
     _check_layout("split_qkv", num_heads, kv_heads, layout)
     heads, group = num_heads + 2 * kv_heads, num_heads // kv_heads
-    rows = _turned(fused, transposed)
+    rows = _transposed_if(fused, transposed)
     if rows.dim() not in (1, 2) or rows.size(0) % heads != 0:
         raise ValueError(f"split_qkv: expected a multiple of H + 2 Hkv = {heads} rows, got shape {tuple(rows.shape)}")
     if layout == "stacked":
@@ -90,13 +90,17 @@ def fuse_qkv(
             "fuse_qkv: expected k and v of one shape, as wide as q, "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if k.size(0) * num_heads % q.size(0) != 0:
+        raise ValueError(
+            f"fuse_qkv: expected k of whole heads of q's {q.size(0) // num_heads} rows, got shape {tuple(k.shape)}"
+        )
     kv_heads = k.size(0) * num_heads // q.size(0)
     _check_layout("fuse_qkv", num_heads, kv_heads, layout)
     if layout == "stacked":
         fused = torch.cat((q, k, v))
     else:
         fused = torch.cat([x.unflatten(0, (kv_heads, -1)) for x in (q, k, v)], 1).flatten(0, 1)
-    return _copy(_turned(fused, transposed))
+    return _copy(_transposed_if(fused, transposed))
 
 
 def _check_layout(op: str, num_heads: int, kv_heads: int, layout: str) -> None:
@@ -114,7 +118,7 @@ def _check_alike(op: str, *tensors: Tensor) -> None:
             raise TypeError(f"{op}: expected q, k and v of one {what}, got {', '.join(map(str, found))}")
 
 
-def _turned(x: Tensor, transposed: bool) -> Tensor:
+def _transposed_if(x: Tensor, transposed: bool) -> Tensor:
     return x.t() if transposed and x.dim() == 2 else x
 
 
@@ -233,20 +237,20 @@ def _check_keys(op: str, state: State, required: set[str], optional: set[str]) -
     missing, unknown = required - state.keys(), state.keys() - required - optional
     if missing or unknown:
         raise ValueError(
-            f"{op}: expected keys {sorted(required)}, missing {sorted(missing)}, unknown {sorted(unknown)}"
+            f"{op}: expected keys {sorted(required)}, got missing {sorted(missing)} and unknown {sorted(unknown)}"
         )
 
 
 def _renamed(state: State, old: str, new: str, transposed: bool = False) -> dict[str, Tensor]:
     """Weight and bias of one projection, under another name."""
     found = {kind: state[f"{old}.{kind}"] for kind in ("weight", "bias") if f"{old}.{kind}" in state}
-    return {f"{new}.{kind}": _copy(_turned(tensor, transposed)) for kind, tensor in found.items()}
+    return {f"{new}.{kind}": _copy(_transposed_if(tensor, transposed)) for kind, tensor in found.items()}
 
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
-@_requires_grad_follows
+@_outside_inference_mode
 def to_torch(layer: nn.Module, *, batch_first: bool = True) -> nn.MultiheadAttention:
     """A torch.nn.MultiheadAttention of a document's layer: its parameters, dropout and training mode, no hooks.
 
@@ -276,7 +280,7 @@ def to_torch(layer: nn.Module, *, batch_first: bool = True) -> nn.MultiheadAtten
     return module.train(layer.training)
 
 
-@_requires_grad_follows
+@_outside_inference_mode
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """The mha_ext.MultiHeadAttention of a torch.nn.MultiheadAttention: parameters, dropout, training mode, no hooks.
 
@@ -290,12 +294,12 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         raise TypeError(f"from_torch: expected a torch.nn.MultiheadAttention, got {type(module).__name__}")
     if module.add_zero_attn:
         raise ValueError("from_torch: expected add_zero_attn=False, got True")
-    _plain("from_torch", "out_proj", module.out_proj)
+    _parameters_of("from_torch", "out_proj", module.out_proj)
     state = torch_to_document(dict(module.named_parameters(remove_duplicate=False)))
-    return _document(state, module.num_heads, module.dropout).train(module.training)
+    return _document_layer(state, module.num_heads, module.dropout).train(module.training)
 
 
-@_requires_grad_follows
+@_outside_inference_mode
 def to_fused(layer: nn.Module, *, layout: Layout = "stacked") -> tuple[nn.Linear, nn.Linear]:
     """The fused projection and the output projection of a document's layer, as two nn.Linear; layout of `split_qkv`.
 
@@ -306,7 +310,7 @@ def to_fused(layer: nn.Module, *, layout: Layout = "stacked") -> tuple[nn.Linear
     return _linear(converted, "qkv").train(layer.training), _linear(converted, "proj").train(layer.training)
 
 
-@_requires_grad_follows
+@_outside_inference_mode
 def from_fused(
     qkv: nn.Module,
     out: nn.Module,
@@ -323,16 +327,17 @@ def from_fused(
     """
     state: dict[str, Tensor] = {}
     for name, projection in (("qkv", qkv), ("proj", out)):
-        weight, bias = _plain("from_fused", name, projection)
+        weight, bias = _parameters_of("from_fused", name, projection)
         state |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
     state = fused_to_document(state, num_heads, kv_heads, layout=layout)
-    return _document(state, num_heads, dropout).train(qkv.training)
+    return _document_layer(state, num_heads, dropout).train(qkv.training)
 
 
-def _plain(op: str, name: str, projection: Any) -> tuple[Tensor, Tensor | None]:
+def _parameters_of(op: str, name: str, projection: Any) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) of a projection that does nothing but x W^T + b."""
     cls = type(projection)
-    if (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
+    is_conv1d = (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+    if is_conv1d and not has_hooks(projection):
         return projection.weight.t(), projection.bias
     parameters = plain_parameters(projection)
     if parameters is None:
@@ -343,14 +348,14 @@ def _plain(op: str, name: str, projection: Any) -> tuple[Tensor, Tensor | None]:
 def _document_state(op: str, layer: Any) -> tuple[dict[str, Tensor], int]:
     """The parameters of a document's layer, and its number of heads."""
     for name in PROJECTIONS:
-        _plain(op, name, getattr(layer, name, None))
+        _parameters_of(op, name, getattr(layer, name, None))
     others = [name for name, _ in layer.named_children() if name not in PROJECTIONS]
     if others:
         raise TypeError(f"{op}: expected no modules beside W_q, W_k, W_v and W_o, got {', '.join(others)}")
     return dict(layer.named_parameters(remove_duplicate=False)), layer.num_heads
 
 
-def _document(state: State, num_heads: int, dropout: float) -> MultiHeadAttention:
+def _document_layer(state: State, num_heads: int, dropout: float) -> MultiHeadAttention:
     layer = MultiHeadAttention(state["W_q.weight"].size(0), num_heads, dropout=dropout, device="meta")
     for name in PROJECTIONS:
         setattr(layer, name, _linear(state, name))

@@ -88,6 +88,9 @@ def attention(
     flow through all of them. A query that sees no key gets 0, weights 0 and logsumexp -inf. Raises ValueError or
     TypeError for input that does not fit.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"attention: expected {name} to be a tensor, got {type(x).__name__}")
     output, weights, logsumexp = ops.attention(
         query,
         key,

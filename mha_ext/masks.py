@@ -9,6 +9,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 def visible(mask: Tensor) -> Tensor:
     """The rule of the document's module, `mask == 0` hides, for a mask of any dtype and shape."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"visible: expected mask to be a tensor, got {type(mask).__name__}")
     return mask if mask.dtype == torch.bool else mask != 0
 
 

@@ -33,6 +33,34 @@ def _seen_keys(
     return seen
 
 
+def _hidden_keys(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    bottom_right: bool,
+    key_lengths: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Keys and values that no query uses, two (B or 1, Lk, 1); None: all are used.
+
+    A NaN there would reach the gradients of projections that are called, as 0 NaN = NaN. A query that sees no key uses
+    the values of all.
+    """
+    seen = _seen_keys(query, key, is_causal, bottom_right, key_lengths)
+    if mask is not None:
+        seen = mask if seen is None else seen & mask
+    if bias is not None:
+        shown = bias != -float("inf")
+        seen = shown if seen is None else seen & shown
+    if seen is None or key.size(1) == 0:
+        return None
+    seen = seen.expand([1] * (4 - seen.dim()) + list(seen.shape[:-1]) + [key.size(1)])
+    unseen = seen.flatten(1, 2).any(1).logical_not().unsqueeze(-1)
+    dead = seen.any(-1).logical_not().flatten(1).any(1)
+    return unseen, unseen & dead.logical_not().view(-1, 1, 1)
+
+
 def _added_mask(mask: Tensor, dtype: torch.dtype, seen: Tensor | None) -> Tensor:
     """mask * -1e9, less what the seen keys of a row have in common: that changes no softmax, but saves the scores of a
     row of nothing but -1e9 from being rounded away."""
@@ -180,7 +208,10 @@ class MultiHeadAttention(nn.Module):
                 uniform_dead_rows=True,
             )
         else:
-            q, k, v = self.W_q(query), self.W_k(key), self.W_v(value)
+            hidden = _hidden_keys(query, key, mask, bias, is_causal, causal_bottom_right, key_lengths)
+            q = self.W_q(query)
+            k = self.W_k(key if hidden is None else key.masked_fill(hidden[0], 0.0))
+            v = self.W_v(value if hidden is None else value.masked_fill(hidden[1], 0.0))
             kv_heads = k.size(-1) * self.num_heads // q.size(-1)
             heads, attended, _ = torch.ops.mha_ext.attention(
                 _split_heads(q, self.num_heads),

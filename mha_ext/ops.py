@@ -16,7 +16,7 @@ Options that all operators share:
     uniform_dead_rows   a query that sees no key takes the mean of all values instead of 0
     average_weights     the weights returned are the mean over the heads, (B, Lq, Lk); none are stored for each head
     weights_before_dropout  the weights returned are those before dropout
-    softcap             c > 0: scores become c tanh(scale Q K^T / c), before the bias (Gemma Team 2024, section 2)
+    softcap             c, 1e-30 to 1e30: scores become c tanh(scale Q K^T / c), before the bias (Gemma Team 2024)
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .projections import has_hooks
+
 PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
-_ARGUMENTS = ["self", "query", "key", "value", "mask"]
+_ARGUMENTS = ["query", "key", "value", "mask"]
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -43,19 +45,14 @@ def first_line(error: Exception) -> str:
 
 def is_plain_dropout(module: nn.Module) -> bool:
     """Whether calling the module does nothing but nn.Dropout's forward."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return (
-        type(module) is nn.Dropout
-        and not any(getattr(module, name) for name in hooks)
-        and "forward" not in module.__dict__
-    )
+    return type(module) is nn.Dropout and not has_hooks(module) and "forward" not in module.__dict__
 
 
 def _difference_in_kind(module: nn.Module) -> str | None:
     """What rules a module out before any trial."""
     arguments = list(inspect.signature(type(module).forward).parameters)
-    if arguments != _ARGUMENTS:
-        return f"has forward({', '.join(arguments[1:])}), expected forward({', '.join(_ARGUMENTS[1:])})"
+    if arguments[1:] != _ARGUMENTS:
+        return f"has forward({', '.join(arguments[1:])}), expected forward({', '.join(_ARGUMENTS)})"
     children = {name: child for name, child in module.named_children() if name not in PROJECTIONS}
     if "dropout" in children and is_plain_dropout(children["dropout"]):
         del children["dropout"]
@@ -80,10 +77,12 @@ class _Trial:
     kv_len: int = 5
     is_self: bool = False  # query, key and value are one tensor
     training: bool = False
+    size: float = 1.0  # of query, key and value
+    gradients: bool = True
 
     def tensors(self, features: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (
-            torch.randn(self.batch, length, features, generator=generator, dtype=dtype, requires_grad=True)
+            torch.randn(self.batch, length, features, generator=generator, dtype=dtype).mul_(self.size).requires_grad_()
             for length in (self.q_len, self.kv_len, self.kv_len)
         )
         return (query, query, query) if self.is_self else (query, key, value)
@@ -100,8 +99,8 @@ class _Outcome:
     attention_weights: Tensor
     gradients: tuple[Tensor | None, ...]
     calls_of_projections: list[int]
-    use_of_random_numbers: bool
-    effect_on_its_attributes: bool
+    draws_of_random_numbers: bool
+    changes_of_its_attributes: bool
 
 
 def _trials(heads: int) -> Iterator[_Trial]:
@@ -110,6 +109,9 @@ def _trials(heads: int) -> Iterator[_Trial]:
         yield _Trial(mask, batch=heads if mask == "three dimensions" else 2)
     yield _Trial("bool", batch=1, q_len=1, kv_len=4)
     yield _Trial("bool", training=True)
+    yield _Trial("bool", gradients=False)
+    yield _Trial("bool", size=30.0)  # what clamps scores, or hides by a number that is not large
+    yield _Trial("bool", batch=1, q_len=320, kv_len=320, is_self=True)  # windows, distances, the largest scores only
 
 
 def _difference_in_trials(module: Any, ours: type[nn.Module]) -> str | None:
@@ -122,7 +124,7 @@ def _difference_in_trials(module: Any, ours: type[nn.Module]) -> str | None:
         tensors = trial.tensors(features["W_q"][0], dtype, generator)
         mask = _MASKS[trial.mask](generator, trial.batch, module.num_heads, trial.q_len, trial.kv_len)
         duplicate.train(trial.training)
-        expected, actual = (_outcome(duplicate, cls, tensors, mask) for cls in (watched, ours))
+        expected, actual = (_outcome(duplicate, cls, tensors, mask, trial.gradients) for cls in (watched, ours))
         if isinstance(expected, str):
             if trial.mask in _MASKS_THAT_MUST_WORK:
                 return f"{expected} ({trial})"
@@ -142,9 +144,9 @@ def _difference_in_trials(module: Any, ours: type[nn.Module]) -> str | None:
 def _difference_in_dropout(module: Any, tensors: tuple[Tensor, Tensor, Tensor]) -> str | None:
     """Whether the child `dropout` gets the attention weights, and what it makes of them is multiplied with the values
     and returned."""
-    _, weights = module.forward(*tensors)
+    _, weights = module.forward(*tensors, None)
     dropout = module._modules["dropout"] = _Dropping()
-    output, dropped = module.forward(*tensors)
+    output, dropped = module.forward(*tensors, None)
     if len(dropout.given) != 1 or not _same(weights, dropout.given[0]):
         return "drops something else than its attention weights"
     weights = dropout(weights)
@@ -155,7 +157,11 @@ def _difference_in_dropout(module: Any, tensors: tuple[Tensor, Tensor, Tensor]) 
 
 
 def _outcome(
-    module: Any, cls: type[nn.Module], tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
+    module: Any,
+    cls: type[nn.Module],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    gradients: bool,
 ) -> _Outcome | str:
     """What comes of a call with the forward of a class, or what goes wrong with it."""
     module.__class__ = cls
@@ -163,7 +169,8 @@ def _outcome(
         getattr(module, name).calls = 0
     attributes, random_state = _attributes(module), torch.get_rng_state()
     try:
-        results = module.forward(*tensors, None if mask is None else mask.clone())
+        with torch.set_grad_enabled(gradients):
+            results = module.forward(*tensors, None if mask is None else mask.clone())
     except Exception as error:
         return f"raises {first_line(error)}"
     if not (isinstance(results, tuple) and len(results) == 2 and all(isinstance(x, Tensor) for x in results)):
@@ -173,10 +180,10 @@ def _outcome(
     return _Outcome(
         output,
         weights,
-        torch.autograd.grad(loss, tensors, allow_unused=True),
+        torch.autograd.grad(loss, tensors, allow_unused=True) if gradients else (),
         [getattr(module, name).calls for name in PROJECTIONS],
-        torch.equal(random_state, torch.get_rng_state()),
-        attributes == _attributes(module),
+        not torch.equal(random_state, torch.get_rng_state()),
+        attributes != _attributes(module),
     )
 
 

@@ -41,10 +41,7 @@ def plain_parameters(module: nn.Module | None) -> tuple[Tensor, Tensor | None] |
     if (
         module is None
         or type(module) not in _PLAIN_LAYERS
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        or has_hooks(module)
         or "forward" in module.__dict__
         or "_call_impl" in module.__dict__
         or "weight" in module.__dict__
@@ -58,6 +55,13 @@ def plain_parameters(module: nn.Module | None) -> tuple[Tensor, Tensor | None] |
     if weight is None or not is_plain(weight) or not (bias is None or is_plain(bias)):
         return None
     return weight, bias
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module calls hooks of its own."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from .integrations.transformers import NAME, register
 from .modules import MultiHeadAttention
 from .nn import MultiheadAttention
 
-_ORIGINAL = "_mha_ext_original"  # the attribute of a changed module that says how it was
+_CHANGE = "_mha_ext_change"  # the attribute of a changed module: (name of a function in _UNDO, how it was)
 _SET_BY_SCRIPTING = ("plain", "_calls_out_proj")  # what our classes note when torch.jit.script meets them
 _ATTENTION_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # Transformers' table; a file of models that use it imports it
 _PUBLIC_NAMES = {
@@ -62,6 +62,10 @@ class Report:
         return len(self.swapped)
 
     def __str__(self) -> str:
+        if not (self.swapped or self.left):
+            return (
+                "found no attention to swap; what calls F.scaled_dot_product_attention can run in mha_ext.patch_sdpa()"
+            )
         lines = [f"swapped: {len(self.swapped)}", *(f"    {entry}" for entry in self.swapped)]
         lines += [f"left: {len(self.left)}", *(f"    {entry}" for entry in self.left)]
         return "\n".join(lines)
@@ -72,11 +76,13 @@ def replace_attention(model: nn.Module) -> Report:
 
     Modules are swapped in place: parameters, buffers, hooks, modes and whoever refers to them stay as they are.
 
-    - torch.nn.MultiheadAttention becomes mha_ext.nn.MultiheadAttention. An nn.TransformerEncoderLayer around one takes
-      its ordinary path in eval mode too, for its fast path would not call the attention.
+    - torch.nn.MultiheadAttention becomes mha_ext.nn.MultiheadAttention, which an nn.TransformerEncoderLayer calls in
+      eval mode too.
     - A module with children W_q, W_k, W_v, W_o and an attribute num_heads gets the forward of
-      mha_ext.MultiHeadAttention, if trials on a copy show no difference: `mask == 0` hides, scores are divided by
-      sqrt(d_k), (output, weights) is returned, gradients are the same. It is an instance of both classes then.
+      mha_ext.MultiHeadAttention, if trials on a copy show no difference: forward(query, key, value, mask) returns
+      (output, weights) and sets nothing, `mask == 0` hides by -1e9 or so (with -inf a query that sees no key is NaN),
+      scores are divided by sqrt(d_k), gradients are the same. A child `dropout`, an nn.Dropout of the weights, goes on
+      to count. The module is an instance of both classes then.
     - A transformers.PreTrainedModel that calls attention functions gets the attention implementation "mha_ext".
 
     Whatever else looks like attention is left, with the reason: a subclass, a forward of its own, another meaning. A
@@ -94,9 +100,6 @@ def replace_attention(model: nn.Module) -> Report:
             report.swapped.append(Swapped(name, *swap(module)))
         except _Leave as reason:
             report.left.append(Left(name, _name_of(type(module)), str(reason)))
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            _take_ordinary_path(module)
     _swap_attention_functions(model, report)
     return report
 
@@ -108,24 +111,11 @@ def restore_attention(model: nn.Module) -> int:
     """
     _check_is_module("restore_attention", model)
     restored = 0
-    module: Any
     for module in model.modules():
-        if _ORIGINAL not in module.__dict__:
-            continue
-        original = module.__dict__.pop(_ORIGINAL)
-        for name in _SET_BY_SCRIPTING:
-            module.__dict__.pop(name, None)
-        if isinstance(module, nn.MultiheadAttention):
-            module.__class__ = _with_base(type(module), MultiheadAttention, original)
-        elif isinstance(module, MultiHeadAttention):
-            ours = next(cls for cls in type(module).__mro__ if cls.__bases__ == (MultiHeadAttention, original))
-            module.__class__ = _with_base(type(module), ours, original)
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = original
-            continue
-        else:
-            module.config._attn_implementation = original
-        restored += 1
+        if _CHANGE in module.__dict__:
+            undo, before = module.__dict__.pop(_CHANGE)
+            _UNDO[undo](module, before)
+            restored += 1
     return restored
 
 
@@ -148,12 +138,12 @@ def _swap_of(module: nn.Module) -> Callable[[nn.Module], tuple[str, str]] | None
     if isinstance(module, nn.MultiheadAttention) or (is_scripted and module.original_name == "MultiheadAttention"):
         return _swap_torch
     if all(isinstance(getattr(module, name, None), nn.Module) for name in probe.PROJECTIONS):
-        return _swap_document if hasattr(module, "num_heads") else None
+        return _swap_document
     return None
 
 
-def _check_is_new(module: nn.Module, ours: type[nn.Module]) -> None:
-    if _ORIGINAL in module.__dict__:
+def _check_may_be_swapped(module: nn.Module, ours: type[nn.Module]) -> None:
+    if _CHANGE in module.__dict__:
         raise _Leave("was replaced before")
     if isinstance(module, ours):
         raise _Leave("is mha_ext's own")
@@ -167,14 +157,24 @@ def _check_is_new(module: nn.Module, ours: type[nn.Module]) -> None:
 
 
 def _swap_torch(module: Any) -> tuple[str, str]:
-    _check_is_new(module, MultiheadAttention)
+    _check_may_be_swapped(module, MultiheadAttention)
     if parametrize.type_before_parametrizations(module) is not nn.MultiheadAttention:
         raise _Leave("is a subclass of torch.nn.MultiheadAttention")
     if nn.MultiheadAttention.forward is not _torch_forward:
         raise _Leave("has a forward that was replaced for all of its class")
     module.__class__ = _with_base(type(module), nn.MultiheadAttention, MultiheadAttention)
-    module.__dict__[_ORIGINAL] = nn.MultiheadAttention
+    module.__dict__[_CHANGE] = ("torch", nn.MultiheadAttention)
     return _name_of(nn.MultiheadAttention), _name_of(MultiheadAttention)
+
+
+def _restore_torch(module: Any, original: type) -> None:
+    module.__class__ = _with_base(type(module), MultiheadAttention, original)
+    _forget_scripting(module)
+
+
+def _forget_scripting(module: nn.Module) -> None:
+    for name in _SET_BY_SCRIPTING:
+        module.__dict__.pop(name, None)
 
 
 def _with_base(cls: type, old: type, new: type) -> type:
@@ -188,33 +188,35 @@ def _with_base(cls: type, old: type, new: type) -> type:
     return type(cls.__name__, bases, body)
 
 
-def _take_ordinary_path(layer: nn.TransformerEncoderLayer) -> None:
-    """The fast path is for the activations 1 and 2 alone; the ordinary path does not read this attribute."""
-    if isinstance(getattr(layer, "self_attn", None), MultiheadAttention) and layer.activation_relu_or_gelu:
-        layer.__dict__[_ORIGINAL] = layer.activation_relu_or_gelu
-        layer.activation_relu_or_gelu = 0
-
-
 # --- Classes with W_q, W_k, W_v, W_o --------------------------------------------------------------------------------
 
 
 def _swap_document(module: Any) -> tuple[str, str]:
-    _check_is_new(module, MultiHeadAttention)
+    _check_may_be_swapped(module, MultiHeadAttention)
+    if not hasattr(module, "num_heads"):
+        raise _Leave("has no attribute num_heads")
     original: Any = type(module)
     try:
-        ours = _over(original, "dropout" in module._modules)
+        ours = _class_over(original, "dropout" in module._modules)
     except Exception as error:  # a metaclass, say, or __init_subclass__
         raise _Leave(f"cannot be subclassed ({probe.first_line(error)})") from error
     reason = probe.difference(module, ours)
     if reason is not None:
         raise _Leave(reason)
     module.__class__ = ours
-    module.__dict__[_ORIGINAL] = original
+    module.__dict__[_CHANGE] = ("document", original)
     return _name_of(original), _name_of(MultiHeadAttention)
 
 
+def _restore_document(module: Any, original: type) -> None:
+    # The class that was made over both, which may have become the base of another that was made for this module alone.
+    ours = next(cls for cls in type(module).__mro__ if cls.__bases__ == (MultiHeadAttention, original))
+    module.__class__ = _with_base(type(module), ours, original)
+    _forget_scripting(module)
+
+
 @functools.cache
-def _over(original: Any, has_dropout: bool) -> type[nn.Module]:
+def _class_over(original: Any, has_dropout: bool) -> type[nn.Module]:
     """The class with our forward and, for everything else, the methods of the original.
 
     has_dropout     its child `dropout`, an nn.Dropout, says what is dropped and when
@@ -222,7 +224,7 @@ def _over(original: Any, has_dropout: bool) -> type[nn.Module]:
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = original.__reduce_ex__(self, max(protocol, 2))
-        return _new, (original, has_dropout), *state
+        return _unpickle, (original, has_dropout), *state
 
     body = {
         "__module__": original.__module__,
@@ -238,9 +240,9 @@ def _over(original: Any, has_dropout: bool) -> type[nn.Module]:
     return type(original.__name__, (MultiHeadAttention, original), body)
 
 
-def _new(original: Any, has_dropout: bool) -> nn.Module:
+def _unpickle(original: Any, has_dropout: bool) -> nn.Module:
     """What unpickling fills in."""
-    cls = _over(original, has_dropout)
+    cls = _class_over(original, has_dropout)
     return cls.__new__(cls)
 
 
@@ -272,7 +274,8 @@ def _swap_attention_functions(model: nn.Module, report: Report) -> None:
     for name, module, before in found.values():
         try:
             _set_implementation(module, before)
-            report.swapped.append(Swapped(name, *(f"attn_implementation={x!r}" for x in (before[""], NAME))))
+            old, new = f"attn_implementation={before['']!r}", f"attn_implementation={NAME!r}"
+            report.swapped.append(Swapped(name, old, new))
         except _Leave as reason:
             module.config._attn_implementation = before
             report.left.append(Left(name, _name_of(type(module)), str(reason)))
@@ -285,12 +288,12 @@ def _implementations(config: Any) -> dict[str, Any]:
 
 
 def _set_implementation(module: Any, before: dict[str, Any]) -> None:
-    if _ORIGINAL in module.__dict__:
+    if _CHANGE in module.__dict__:
         raise _Leave("was replaced before")
     if before[""] == NAME:
         raise _Leave("is mha_ext's own")
     if not any(hasattr(sys.modules.get(type(m).__module__), _ATTENTION_FUNCTIONS) for m in module.modules()):
-        raise _Leave("calls no attention functions")
+        raise _Leave("calls no attention functions (mha_ext.patch_sdpa may serve it)")
     try:
         register()
         module.set_attn_implementation(NAME)
@@ -298,4 +301,15 @@ def _set_implementation(module: Any, before: dict[str, Any]) -> None:
         raise _Leave(f"refuses it ({probe.first_line(error)})") from error
     if module.config._attn_implementation != NAME:
         raise _Leave("does not let its attention implementation be set")
-    module.__dict__[_ORIGINAL] = before
+    module.__dict__[_CHANGE] = ("implementation", before)
+
+
+def _restore_implementation(module: Any, before: dict[str, Any]) -> None:
+    module.config._attn_implementation = before
+
+
+_UNDO: dict[str, Callable[[Any, Any], None]] = {
+    "torch": _restore_torch,
+    "document": _restore_document,
+    "implementation": _restore_implementation,
+}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,8 @@ def _routed(
     """What torch.nn.functional.scaled_dot_product_attention is while it is patched."""
     ours = query.device.type == "cpu"
     if not torch.jit.is_scripting():
-        ours = ours or isinstance(attn_mask, CausalBias)  # which looks for itself in torch.nn.functional, and fails now
+        # A CausalBias compares the function it is called by with that in torch.nn.functional, which is this one now.
+        ours = (ours or isinstance(attn_mask, CausalBias)) and patch_sdpa.is_on()
     if ours:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -75,11 +78,24 @@ class patch_sdpa(ContextDecorator):
     def __init__(self) -> None:
         self._entered = 0
 
+    @classmethod
+    def is_on(cls) -> bool:
+        """Whether anyone has it enabled."""
+        return cls._users > 0
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates a function. Raises TypeError for one that runs later than it is called (coroutines, generators)."""
+        later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(kind(function) for kind in later):
+            raise TypeError(f"patch_sdpa: expected a function that is done when it returns, got {function.__name__}")
+        return super().__call__(function)
+
     def enable(self) -> None:
         """Patches. Counts: as many calls of disable undo it."""
         with patch_sdpa._lock:
             if patch_sdpa._users == 0:
-                patch_sdpa._before = F.scaled_dot_product_attention
+                if F.scaled_dot_product_attention is not _routed:  # which another patch may have put back
+                    patch_sdpa._before = F.scaled_dot_product_attention
                 _rebind(patch_sdpa._before, _routed)
             patch_sdpa._users += 1
             self._entered += 1

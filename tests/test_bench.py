@@ -187,6 +187,11 @@ def test_a_model_is_measured_before_and_after(work):
     assert models.markdown([cells], "a CPU").count("\n|") == 2
 
 
+def test_models_are_measured_without_options_of_rows(capsys):
+    assert main(["--models", "--rows", "plain-*"]) == 2
+    assert capsys.readouterr().err == "bench: expected --models without --rows, got both\n"
+
+
 def test_models_that_disagree_are_an_error():
     subject = models.encoder(2, 8, d_model=16, heads=2, layers=1)
     noisy = models.Subject(subject.name, subject.model, lambda model: subject.call(model) + torch.rand(()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import os
@@ -176,3 +177,15 @@ def test_command_line_teaches() -> None:
     wrong = subprocess.run([sys.executable, "-m", "mha_ext", "trian"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "invalid choice: 'trian'" in wrong.stderr
+
+
+@needs_sources
+def test_set_up_sees_what_is_installed() -> None:
+    """The script that looks into an environment runs there, and finds what this one has."""
+    tree = ast.parse((ROOT / "tools" / "environment.py").read_text())
+    (script,) = (
+        node.value.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "PROBE"
+    )
+    found = json.loads(run(sys.executable, "-I", "-c", script))
+    assert found["packages"]["torch"] == importlib.metadata.version("torch")
+    assert set(found["missing"]) <= {"train", "bench", "test", "test-models"}

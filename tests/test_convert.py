@@ -250,8 +250,8 @@ def test_modules_that_are_refused(module, error, text):
         (lambda: convert.fuse_qkv(*torch.ones(3, 6, 4), 4), ValueError, "multiple of 4 rows"),
         (lambda: convert.fuse_qkv(*torch.ones(3, 8, 4), 0), ValueError, "num_heads"),
         (lambda: convert.fuse_qkv(torch.ones(8, 4), torch.ones(8, 4), torch.ones(4, 4), 4), ValueError, "one shape"),
-        (lambda: convert.torch_to_document({}), ValueError, "missing"),
-        (lambda: convert.document_to_torch({"W_q.weight": torch.ones(1)}), ValueError, "missing"),
+        (lambda: convert.torch_to_document({}), ValueError, "expected keys .*, got missing"),
+        (lambda: convert.document_to_torch({"W_q.weight": torch.ones(1)}), ValueError, "expected keys .*, got missing"),
         (lambda: convert.from_fused(nn.Identity(), nn.Linear(4, 4), 2), TypeError, "Identity"),
     ),
 )

@@ -193,6 +193,8 @@ def test_a_wrong_tensor(op, name):
         ("softcap", -1.0, ValueError),
         ("softcap", math.nan, ValueError),
         ("softcap", math.inf, ValueError),
+        ("softcap", 1e-40, ValueError),
+        ("softcap", 1e39, ValueError),
         ("mask", torch.ones(2, Q_LEN, KV_LEN, dtype=torch.bool), ValueError),
         ("mask", torch.ones(KV_LEN, Q_LEN, dtype=torch.bool), ValueError),
         ("mask", torch.ones(0, dtype=torch.bool), ValueError),

@@ -607,3 +607,24 @@ def test_autocast():
     for found in ((output, weights), called):
         torch.testing.assert_close(found[0].float(), expected[0], atol=0.02, rtol=0.02)
         torch.testing.assert_close(found[1].float(), expected[1], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("plain", ["W_q", "W_k", "W_v", "W_o"])
+@pytest.mark.parametrize("hide", ["mask", "bias", "key_lengths", "is_causal"])
+def test_nan_that_no_query_sees_reaches_no_projection(hide, plain):
+    """Nor its gradient, whether all projections are fused or one of them is called."""
+    layer = mha_ext.MultiHeadAttention(16, 2)
+    setattr(layer, plain, type("Called", (nn.Linear,), {})(16, 16))
+    key = torch.randn(2, 6, 16)
+    key[:, 4:] = torch.nan
+    seen = torch.arange(6) < 4
+    option = {
+        "mask": seen,
+        "bias": torch.zeros(6).masked_fill(~seen, -torch.inf),
+        "key_lengths": torch.tensor([4, 4]),
+        "is_causal": True,
+    }[hide]
+    output, weights = layer(torch.randn(2, 4, 16), key, key, **{hide: option})
+    (output.sum() + weights.square().sum()).backward()
+    assert output.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())

@@ -318,7 +318,7 @@ def test_self_attention_copies_its_input_once():
 @pytest.mark.parametrize("kind", ["right", "left", "scattered", "added", "added right", "added scattered"])
 def test_padding_at_the_ends_becomes_lengths(kind):
     padding = padding_of(kind, BATCH, LENGTH)
-    mask, lengths = mha_ext.nn.functional._simplify(padding[:, None, None])
+    mask, lengths = mha_ext.nn.functional._as_key_lengths(padding[:, None, None])
     if kind.endswith("right"):
         assert mask is None and lengths.tolist() == (padding == 0).sum(1).tolist()
     else:
@@ -757,6 +757,20 @@ def test_nested_cross_attention_trains_and_calls_hooks_once(layout):
         torch.testing.assert_close(a, b)
 
 
+@layouts
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.ones(3, 5).triu(1).bool()}], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nan_in_keys_of_a_nested_tensor_that_no_query_sees(layout, options):
+    layer = pair(E, HEADS, batch_first=True)[0]
+    keys = [torch.randn(5, E), torch.randn(4, E)]
+    keys[0][2:] = keys[1][3:] = torch.nan  # the first two and three queries see keys 0 and 1, and 0 to 2
+    q = torch.nested.nested_tensor([torch.randn(2, E), torch.randn(3, E)], layout=layout)
+    k = torch.nested.nested_tensor(keys, layout=layout)
+    output, _ = layer(q, k, k, **options)
+    sum(y.sum() for y in output.unbind()).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_errors():
     layer = mha_ext.nn.MultiheadAttention(E, HEADS, batch_first=True)
@@ -770,6 +784,11 @@ def test_nested_errors():
         longer = torch.nested.nested_tensor(other)
         with pytest.raises(ValueError, match="MultiheadAttention: expected .*, got .*[12]"):
             layer(longer if len(other) == 2 else x, x, x if len(other) == 2 else longer)
+    narrow = torch.nested.nested_tensor([torch.randn(2, E - 1)])
+    with pytest.raises(ValueError, match=f"MultiheadAttention: expected key of {E} features, got {E - 1}"):
+        layer(x, narrow, x)
+    with pytest.raises(TypeError, match="MultiheadAttention: expected query of dtype torch.float32, got torch.float64"):
+        layer(x.double(), x, x)
     layer.batch_first = False
     with pytest.raises(ValueError, match="MultiheadAttention: expected batch_first=True with nested"):
         layer(x, x, x)
@@ -1232,3 +1251,15 @@ def test_errors_of_the_function_are_torchs(text, wrong):
     for function in (multi_head_attention_forward, F.multi_head_attention_forward):
         with pytest.raises(AssertionError, match=text):
             function(**{**arguments, **wrong})
+
+
+def test_torchs_encoder_layer_calls_it_in_every_mode():
+    """The layer's fast path would use its parameters without calling it."""
+    layer = nn.TransformerEncoderLayer(E, 2, 16, dropout=0.0, batch_first=True)
+    layer.self_attn = mha_ext.nn.MultiheadAttention(E, 2, batch_first=True)
+    x, padding = torch.randn(2, 3, E), torch.tensor([[False] * 3, [True] * 3])
+    expected = layer(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = layer.eval()(x, src_key_padding_mask=padding)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected)

@@ -649,6 +649,16 @@ def hide_in_batch(self: nn.Module, scores: Tensor, mask: Tensor) -> Tensor:
     return LookAlike.hide(self, scores, mask[:, None] if mask.dim() == 3 else mask)
 
 
+def windowed(scores: Tensor, width: int) -> Tensor:
+    distance = torch.arange(scores.size(-2))[:, None] - torch.arange(scores.size(-1))
+    return scores.masked_fill(distance.abs() > width, -1e9)
+
+
+def largest_only(scores: Tensor, count: int) -> Tensor:
+    least = scores.topk(min(count, scores.size(-1))).values[..., -1:]
+    return scores.masked_fill(scores < least, -1e9)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "1 hides": (lambda: variant(hide=lambda self, s, mask: s.masked_fill(mask != 0, -1e9)), "mask: bool"),
     "bool, True hides": (lambda: variant(hide=lambda self, s, mask: s.masked_fill(mask, -1e9)), "mask: bool"),
@@ -686,7 +696,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "differs in output",
     ),
-    "memory of weights": (lambda: variant(finish=remember), "effect on its attributes"),
+    "memory of weights": (lambda: variant(finish=remember), "changes of its attributes"),
     "other names": (with_renamed_arguments, "forward(q, k, v, mask)"),
     "another argument": (with_another_argument, "is_causal"),
     "a norm": (lambda: with_child("norm", nn.LayerNorm(E)), "has norm beside"),
@@ -717,6 +727,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no subclasses": (
         lambda: type("Variant", (LookAlike,), {"__init_subclass__": no_subclasses})(E, H),
         "be subclassed",
+    ),
+    "a window": (lambda: variant(normalise=lambda self, s: windowed(s, 8).softmax(-1)), "differs in output"),
+    "the 16 largest": (lambda: variant(normalise=lambda self, s: largest_only(s, 16).softmax(-1)), "differs in output"),
+    "clamped scores": (lambda: variant(normalise=lambda self, s: s.clamp(-50, 50).softmax(-1)), "differs in output"),
+    "-20 hides": (lambda: variant(hide=lambda self, s, mask: s.masked_fill(mask == 0, -20.0)), "differs in output"),
+    "another scale without gradients": (
+        lambda: variant(score=lambda self, Q, K: Q @ K.mT / (self.d_k**0.5 if torch.is_grad_enabled() else 1.0)),
+        "differs in output",
     ),
     "reads weights": (that_reads_weights, "raises AttributeError"),
 }

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +56,32 @@ def test_with_statement_nests_and_ends_with_an_exception():
         assert is_patched()
         raise KeyError
     assert not is_patched()
+
+
+def test_another_patch_that_ends_later():
+    patch = patch_sdpa()
+    patch.enable()
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention):
+        patch.disable()
+        assert not is_patched()
+    assert not is_patched()  # though the other patch has put ours back
+    with patch_sdpa():
+        assert is_patched()
+    assert F.scaled_dot_product_attention is TORCHS[0]
+
+
+async def later():
+    attend(torch.ones(1, 1, 2, 4))
+
+
+def one_by_one():
+    yield attend(torch.ones(1, 1, 2, 4))
+
+
+@pytest.mark.parametrize("function", [later, one_by_one])
+def test_decorator_of_what_runs_later_is_an_error(function):
+    with pytest.raises(TypeError, match="patch_sdpa: expected a function that is done when it returns, got"):
+        patch_sdpa()(function)
 
 
 def test_decorator():

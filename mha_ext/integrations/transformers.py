@@ -49,6 +49,9 @@ IGNORED = frozenset(
     }
 )
 
+# What a model says of itself if its attention is made to be exchanged.
+OTHER_THAN_EAGER = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+
 READS_MASKS = ("nllb-moe",)  # its routers read the masks too, as floating numbers
 
 # Configurations of models that are written for eager attention only: their modules may be causal without saying so.
@@ -71,12 +74,12 @@ def register() -> None:
             f"register: expected transformers >= 4.57, got {transformers.__version__}; `pip install -U transformers`"
         )
     if NAME not in transformers.AttentionInterface():
-        _check_models_that_choose_us(transformers.PreTrainedModel)
+        _patch_choice_of_attention(transformers.PreTrainedModel)
     transformers.AttentionInterface.register(NAME, attend)
     transformers.AttentionMaskInterface.register(NAME, make_mask)
 
 
-def _check_models_that_choose_us(model_class: Any) -> None:
+def _patch_choice_of_attention(model_class: Any) -> None:
     """Lets every model be checked where Transformers checks that it may have the implementation that it asks for.
 
     Transformers asks models about its own implementations only. A model with an attention of its own would take our
@@ -87,18 +90,26 @@ def _check_models_that_choose_us(model_class: Any) -> None:
     @functools.wraps(check)
     def check_and_ask_model(self: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> str:
         if requested_attention == NAME:
-            _check_model(type(self), type(self.config))
+            _admit_model(type(self), type(self.config))
         return check(self, requested_attention, *arguments, **options)
 
     model_class.get_correct_attn_implementation = check_and_ask_model
 
 
-def _check_model(model: Any, config: Any) -> None:
+def _admit_model(model: Any, config: Any) -> None:
     uses_the_table = hasattr(sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS")
     if not (uses_the_table or model._can_set_attn_implementation()):
-        raise ValueError(f"mha_ext: expected a model that uses ALL_ATTENTION_FUNCTIONS, got {model.__name__}")
+        raise ValueError(
+            "mha_ext: expected a model that uses ALL_ATTENTION_FUNCTIONS (more do in transformers 5), "
+            f"got {model.__name__}; mha_ext.patch_sdpa may serve it"
+        )
     if config.model_type in READS_MASKS:
         raise ValueError(f"mha_ext: expected a model that needs masks for attention only, got {model.__name__}")
+    if not any(getattr(model, name, False) for name in OTHER_THAN_EAGER):
+        raise ValueError(
+            f"mha_ext: expected a model that Transformers gives another attention than eager, got {model.__name__}, "
+            "parts of which may add masks to their scores themselves"
+        )
     if not model._supports_sdpa:
         _needs_every_mask.add(config)
 
@@ -185,6 +196,8 @@ def attend(
         need_weights=need_weights,
         softcap=softcap,
     )
+    if s_aux is not None and sinks is not None:
+        raise ValueError("mha_ext: expected either s_aux or sinks, got both")
     sink = sinks if s_aux is None else s_aux
     factors = [] if sink is None else [_share_of_the_keys(logsumexp, sink)]
     factors += [] if head_mask is None else [_head_factors(head_mask, query.size(1))]
@@ -197,7 +210,9 @@ def attend(
 def _refuse_what_is_not_honoured(module: nn.Module, scaling: float | None, others: dict[str, Any]) -> None:
     for name, argument in others.items():
         if argument is not None and name not in IGNORED:
-            raise ValueError(f"mha_ext: expected arguments that it can honour, got {name}")
+            raise ValueError(
+                f"mha_ext: expected no argument {name}, which it cannot honour, got {type(argument).__name__}"
+            )
     # Before version 5 some models tell these to their own eager attention only.
     if scaling is None and not getattr(module, "scale_attn_weights", True):
         raise ValueError("mha_ext: expected scaling with scale_attn_weights=False, got none")

@@ -24,6 +24,30 @@ class MultiheadAttention(nn.MultiheadAttention):
     __constants__ = [*nn.MultiheadAttention.__constants__, "_calls_out_proj"]
     _calls_out_proj = False  # which way a scripted module goes, decided when it is scripted
 
+    __jit_unused_properties__ = ["_qkv_same_embed_dim"]
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False, once torch's __init__ is through: the fast paths of its Transformer layers ask this, and would use the
+        parameters without calling the module."""
+        return "add_zero_attn" not in self.__dict__ and self.__dict__["_qkv_same_embed_dim"]
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, same: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = same
+
+    def _reset_parameters(self) -> None:
+        """Draws what torch's layer draws, in its order."""
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
     def forward(
         self,
         query: Tensor,
@@ -88,7 +112,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask=key_padding_mask,
             need_weights=need_weights,
             attn_mask=attn_mask,
-            use_separate_proj_weight=not self._qkv_same_embed_dim,
+            use_separate_proj_weight=self.in_proj_weight is None,
             q_proj_weight=self.q_proj_weight,
             k_proj_weight=self.k_proj_weight,
             v_proj_weight=self.v_proj_weight,

@@ -107,7 +107,7 @@ def multi_head_attention_forward(
                 weights_before_dropout=weights_before_dropout,
                 batch_first=batch_first,
             )
-    batched = _check_inputs(query, key, value, key_padding_mask, attn_mask, num_heads)
+    batched = _check_and_tell_batched(query, key, value, key_padding_mask, attn_mask, num_heads)
     _check_features(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
     _check_extra_keys(bias_k, bias_v, static_k, static_v)
     w_q, w_k, w_v, b_q, b_k, b_v = projections(
@@ -120,14 +120,14 @@ def multi_head_attention_forward(
     kv_len = k_in.size(1) if static_k is None else static_k.size(1)
     padding = _padding_mask(key_padding_mask, q_in.size(0), kv_len)
     pairs = pair_mask(attn_mask, q_in.size(0), num_heads, q_in.size(1), kv_len)
-    shown: Tensor | None = padding
+    padding_left: Tensor | None = padding
     key_lengths: Tensor | None = None
     fused = bias_k is None and not add_zero_attn and static_k is None and static_v is None
     if not torch.jit.is_scripting():
         if padding is not None and _may_be_read(padding):
-            shown, key_lengths = _simplify(padding)
+            padding_left, key_lengths = _as_key_lengths(padding)
         fused = fused and _all_plain([w_q, w_k, w_v, out_proj_weight, b_q, b_k, b_v, out_proj_bias])
-    mask, bias = visible_and_added(shown, pairs)
+    mask, bias = visible_and_added(padding_left, pairs)
     dropout_p = dropout_p if training else 0.0
 
     if fused and out_proj_weight is not None:
@@ -154,14 +154,14 @@ def multi_head_attention_forward(
             weights_before_dropout=weights_before_dropout,
         )
     else:
-        hidden = _hidden_keys(padding, pairs, is_causal, q_in.size(1), kv_len, q_in.device)
+        hidden = hidden_keys(padding, pairs, is_causal, q_in.size(1), kv_len, q_in.device)
         q = _project(q_in, w_q, b_q, num_heads)
         if static_k is None:
-            k = _project(_cleared(k_in, hidden), w_k, b_k, num_heads)
+            k = _project(cleared(k_in, hidden), w_k, b_k, num_heads)
         else:
             k = _static_heads("static_k", static_k, q)
         if static_v is None:
-            v = _project(_cleared(v_in, hidden), w_v, b_v, num_heads)
+            v = _project(cleared(v_in, hidden), w_v, b_v, num_heads)
         else:
             v = _static_heads("static_v", static_v, q)
         output, weights = attend(
@@ -187,13 +187,13 @@ def multi_head_attention_forward(
         output = output.transpose(0, 1).contiguous()
     if not need_weights:
         return output, None
-    return output, weights if batched else weights.squeeze(0)
+    return output, (weights if batched else weights.squeeze(0))
 
 
 # --- Checks -------------------------------------------------------------------------------------------------------
 
 
-def _check_inputs(
+def _check_and_tell_batched(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -361,7 +361,7 @@ def attend(
         dropout_p=dropout_p,
         need_weights=need_weights,
         key_lengths=key_lengths,
-        causal_bottom_right=is_causal and extra > 0,
+        causal_bottom_right=is_causal and extra > 0,  # the extra keys shift the corner
         average_weights=average_weights,
         weights_before_dropout=weights_before_dropout,
     )
@@ -436,44 +436,42 @@ def _may_be_read(x: Tensor) -> bool:
 
 
 @torch.jit.unused
-def _simplify(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _as_key_lengths(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(mask, None), or (None, key_lengths) if only ends of sequences hide: the engine then leaves out what they hold.
 
     A floating mask of 0 and -inf alone is as good as a bool one.
     """
-    hidden = padding
-    if padding.dtype != torch.bool:
-        hidden = padding == -torch.inf
-        if not (hidden | (padding == 0)).all():
-            return padding, None
+    hidden = hides(padding)
+    if padding.dtype != torch.bool and not (hidden | (padding == 0)).all():
+        return padding, None
     keys = hidden[:, 0, 0]
     if (keys[:, 1:] < keys[:, :-1]).any():
         return hidden, None
     return None, keys.logical_not().sum(1)
 
 
-def _hidden_keys(
+def hidden_keys(
     padding: Tensor | None, pairs: Tensor | None, is_causal: bool, q_len: int, kv_len: int, device: torch.device
 ) -> Tensor | None:
     """Keys that no query sees, (N or 1, S)."""
     hidden: Tensor | None = None
     if pairs is not None:
-        unseen = _hides(pairs)
+        unseen = hides(pairs)
         if is_causal:
             unseen = unseen | torch.ones(q_len, kv_len, dtype=torch.bool, device=device).triu(1)
         hidden = unseen.flatten(1, 2).all(1)
     elif is_causal:
         hidden = (torch.arange(kv_len, device=device) >= q_len).unsqueeze(0)
     if padding is not None:
-        padded = _hides(padding)[:, 0, 0]
+        padded = hides(padding)[:, 0, 0]
         hidden = padded if hidden is None else hidden | padded
     return hidden
 
 
-def _hides(mask: Tensor) -> Tensor:
+def hides(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask == -torch.inf
 
 
-def _cleared(x: Tensor, hidden: Tensor | None) -> Tensor:
+def cleared(x: Tensor, hidden: Tensor | None) -> Tensor:
     """x (N, S, E) with 0 in hidden positions: a NaN there would reach the gradient of the weights, as 0 NaN = NaN."""
     return x if hidden is None else x.masked_fill(hidden.unsqueeze(-1), 0.0)

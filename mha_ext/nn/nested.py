@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .functional import attend, pair_mask, projections, visible_and_added, with_extra_keys
+from .functional import attend, cleared, hidden_keys, hides, pair_mask, projections, visible_and_added, with_extra_keys
 
 
 def forward_nested(
@@ -22,20 +22,27 @@ def forward_nested(
     weights_before_dropout: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """forward of a layer on nested query, key and value (N, L*, E)."""
-    _check(layer, query, key, value, key_padding_mask)
+    packed = layer.in_proj_weight
     w_q, w_k, w_v, b_q, b_k, b_v = projections(
-        layer.in_proj_weight,
-        layer.q_proj_weight,
-        layer.k_proj_weight,
-        layer.v_proj_weight,
-        layer.in_proj_bias,
-        not layer._qkv_same_embed_dim,
+        packed, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.in_proj_bias, packed is None
     )
-    heads = layer.num_heads
+    _check(layer, (query, key, value), (w_q, w_k, w_v), key_padding_mask)
+    heads, lengths = layer.num_heads, _lengths(query)
     q = _padded_heads(linear(query, w_q, b_q), heads)
-    k = _padded_heads(linear(key, w_k, b_k), heads)
-    v = _padded_heads(linear(value, w_v, b_v), heads)
-    mask, bias = visible_and_added(None, pair_mask(attn_mask, q.size(0), heads, q.size(2), k.size(2)))
+    padding = torch.arange(q.size(2), device=q.device) >= lengths.unsqueeze(1)  # (N, L)
+    no_query = padding[:, None, :, None]  # sees anything
+    pairs: Tensor | None = None
+    k_in, v_in = key, value
+    if attn_mask is not None or (is_causal and key is not query):  # some keys may be hidden from all queries
+        k_in, v_in = (torch.nested.to_padded_tensor(x, 0.0) for x in (key, value))
+        q_len, kv_len = q.size(2), k_in.size(1)
+        pairs = pair_mask(attn_mask, q.size(0), heads, q_len, kv_len)
+        unseen = no_query if pairs is None else no_query | hides(pairs)
+        hidden = hidden_keys(None, unseen, is_causal, q_len, kv_len, q.device)
+        k_in, v_in = cleared(k_in, hidden), cleared(v_in, hidden)
+    k = _padded_heads(linear(k_in, w_k, b_k), heads)
+    v = _padded_heads(linear(v_in, w_v, b_v), heads)
+    mask, bias = visible_and_added(no_query, pairs)
     context, weights = attend(
         q,
         with_extra_keys(k, layer.bias_k, layer.add_zero_attn),
@@ -50,18 +57,17 @@ def forward_nested(
         average_attn_weights,
         weights_before_dropout,
     )
-    lengths = _lengths(query)
-    padding = torch.arange(q.size(2), device=q.device) >= lengths.unsqueeze(1)  # (N, L)
     output = layer.out_proj(_nested_like(query, context[~padding], lengths))
-    if not need_weights:
-        return output, None
-    rows = padding if average_attn_weights else padding.unsqueeze(1)
-    return output, weights.masked_fill(rows.unsqueeze(-1), 0.0)
+    return output, (weights if need_weights else None)
 
 
 def _check(
-    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    layer: nn.MultiheadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    key_padding_mask: Tensor | None,
 ) -> None:
+    query, key, value = inputs
     if not (query.is_nested and key.is_nested and value.is_nested):
         raise ValueError("MultiheadAttention: expected query, key and value all nested or none, got a mix")
     if key_padding_mask is not None:
@@ -78,6 +84,12 @@ def _check(
             f"MultiheadAttention: expected query and key of one batch size, got {query.size(0)} and {key.size(0)}"
         )
 
+    for name, x, weight in zip(("query", "key", "value"), inputs, weights, strict=True):
+        if x.size(-1) != weight.size(1):
+            raise ValueError(f"MultiheadAttention: expected {name} of {weight.size(1)} features, got {x.size(-1)}")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"MultiheadAttention: expected {name} of dtype {weight.dtype}, got {x.dtype}")
+
 
 def _lengths(nested: Tensor) -> Tensor:
     """(N,) of a nested (N, L*, E)"""
@@ -86,9 +98,10 @@ def _lengths(nested: Tensor) -> Tensor:
     return nested._nested_tensor_size()[:, 0].to(nested.device)
 
 
-def _padded_heads(nested: Tensor, heads: int) -> Tensor:
-    """(N, H, L, D) of a nested (N, L*, H D), 0 beyond the lengths."""
-    return torch.nested.to_padded_tensor(nested, 0.0).unflatten(-1, (heads, -1)).transpose(1, 2)
+def _padded_heads(x: Tensor, heads: int) -> Tensor:
+    """(N, H, L, D) of x (N, L, H D) or nested (N, L*, H D), then 0 beyond the lengths."""
+    padded = torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x
+    return padded.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _nested_like(nested: Tensor, values: Tensor, lengths: Tensor) -> Tensor:

@@ -162,7 +162,6 @@ ARCHITECTURES = {
         since=5,
     ),
     "roberta": Architecture("RobertaModel", configured("RobertaConfig"), 2, tokens, since=5),
-    "align": Architecture("AlignTextModel", configured("AlignTextConfig"), 2, tokens, since=5),
     "modernbert": Architecture(
         "ModernBertModel",
         configured("ModernBertConfig", local_attention=6, global_attn_every_n_layers=2),

@@ -107,7 +107,7 @@ def test_left_with_a_reason():
     report = replace_attention(nn.ModuleList([custom, ours, TEXT.build(IMPLEMENTATION)]))
     assert [entry.name for entry in report.swapped] == ["2"]
     assert [(entry.name, entry.reason) for entry in report.left] == [
-        ("0", "calls no attention functions"),
+        ("0", "calls no attention functions (mha_ext.patch_sdpa may serve it)"),
         ("1", "was replaced before"),
     ]
     assert implementations(custom) == [IMPLEMENTATION]
