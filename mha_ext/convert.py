@@ -2,7 +2,7 @@
 
 Three layouts hold the same numbers:
 
-    document    W_q, W_k, W_v, W_o: mha_ext.MultiHeadAttention and the documents' class
+    document    W_q, W_k, W_v, W_o: mha_ext.MultiHeadAttention and hand-written classes like it
     torch       in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, out_proj:
                 torch.nn.MultiheadAttention
     fused       one linear layer for query, key and value together, and one for the output

@@ -22,27 +22,32 @@ def forward_nested(
     weights_before_dropout: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """forward of a layer on nested query, key and value (N, L*, E)."""
+    _check_kinds(layer, query, key, value, key_padding_mask)
+    heads, lengths = layer.num_heads, _lengths(query)
     packed = layer.in_proj_weight
     w_q, w_k, w_v, b_q, b_k, b_v = projections(
         packed, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.in_proj_bias, packed is None
     )
-    _check(layer, (query, key, value), (w_q, w_k, w_v), key_padding_mask)
-    heads, lengths = layer.num_heads, _lengths(query)
-    q = _padded_heads(linear(query, w_q, b_q), heads)
-    padding = torch.arange(q.size(2), device=q.device) >= lengths.unsqueeze(1)  # (N, L)
-    no_query = padding[:, None, :, None]  # sees anything
+    _check_features((query, key, value), (w_q, w_k, w_v))
     pairs: Tensor | None = None
-    k_in, v_in = key, value
-    if attn_mask is not None or (is_causal and key is not query):  # some keys may be hidden from all queries
-        k_in, v_in = (torch.nested.to_padded_tensor(x, 0.0) for x in (key, value))
-        q_len, kv_len = q.size(2), k_in.size(1)
-        pairs = pair_mask(attn_mask, q.size(0), heads, q_len, kv_len)
-        unseen = no_query if pairs is None else no_query | hides(pairs)
-        hidden = hidden_keys(None, unseen, is_causal, q_len, kv_len, q.device)
-        k_in, v_in = cleared(k_in, hidden), cleared(v_in, hidden)
-    k = _padded_heads(linear(k_in, w_k, b_k), heads)
-    v = _padded_heads(linear(v_in, w_v, b_v), heads)
-    mask, bias = visible_and_added(no_query, pairs)
+    if packed is not None and key is query and value is key and attn_mask is None:
+        q, k, v = _padded_heads(linear(query, packed, layer.in_proj_bias), 3 * heads).chunk(3, 1)
+        padding = _padding(lengths, q.size(2))
+    else:
+        q = _padded_heads(linear(query, w_q, b_q), heads)
+        padding = _padding(lengths, q.size(2))
+        if attn_mask is not None or is_causal:  # some keys may be hidden from all queries
+            key_in, value_in = (torch.nested.to_padded_tensor(x, 0.0) for x in (key, value))
+            q_len, kv_len = q.size(2), key_in.size(1)
+            pairs = pair_mask(attn_mask, q.size(0), heads, q_len, kv_len)
+            unseen = padding[:, None, :, None] if pairs is None else padding[:, None, :, None] | hides(pairs)
+            hidden = hidden_keys(None, unseen, is_causal, q_len, kv_len, q.device)
+            key_in, value_in = cleared(key_in, hidden), cleared(value_in, hidden)
+        else:
+            key_in, value_in = key, value
+        k = _padded_heads(linear(key_in, w_k, b_k), heads)
+        v = _padded_heads(linear(value_in, w_v, b_v), heads)
+    mask, bias = visible_and_added(padding[:, None, :, None], pairs)  # padded queries see nothing
     context, weights = attend(
         q,
         with_extra_keys(k, layer.bias_k, layer.add_zero_attn),
@@ -61,13 +66,9 @@ def forward_nested(
     return output, (weights if need_weights else None)
 
 
-def _check(
-    layer: nn.MultiheadAttention,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: tuple[Tensor, Tensor, Tensor],
-    key_padding_mask: Tensor | None,
+def _check_kinds(
+    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
 ) -> None:
-    query, key, value = inputs
     if not (query.is_nested and key.is_nested and value.is_nested):
         raise ValueError("MultiheadAttention: expected query, key and value all nested or none, got a mix")
     if key_padding_mask is not None:
@@ -84,6 +85,8 @@ def _check(
             f"MultiheadAttention: expected query and key of one batch size, got {query.size(0)} and {key.size(0)}"
         )
 
+
+def _check_features(inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, Tensor, Tensor]) -> None:
     for name, x, weight in zip(("query", "key", "value"), inputs, weights, strict=True):
         if x.size(-1) != weight.size(1):
             raise ValueError(f"MultiheadAttention: expected {name} of {weight.size(1)} features, got {x.size(-1)}")
@@ -98,6 +101,11 @@ def _lengths(nested: Tensor) -> Tensor:
     return nested._nested_tensor_size()[:, 0].to(nested.device)
 
 
+def _padding(lengths: Tensor, length: int) -> Tensor:
+    """(N, L): True beyond the lengths."""
+    return torch.arange(length, device=lengths.device) >= lengths.unsqueeze(1)
+
+
 def _padded_heads(x: Tensor, heads: int) -> Tensor:
     """(N, H, L, D) of x (N, L, H D) or nested (N, L*, H D), then 0 beyond the lengths."""
     padded = torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x
@@ -108,4 +116,8 @@ def _nested_like(nested: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     """The rows of values, sequence after sequence, in the layout and with the lengths of nested."""
     if nested.layout == torch.jagged:
         return torch.nested.nested_tensor_from_jagged(values, nested.offsets())  # type: ignore[attr-defined]
-    return torch.nested.as_nested_tensor(list(values.split(lengths.tolist())))
+    width = values.size(1)
+    sizes = torch.stack([lengths, torch.full_like(lengths, width)], 1).cpu()
+    strides = torch.tensor([[width, 1]]).expand_as(sizes).contiguous()
+    offsets = (lengths.cumsum(0) - lengths).mul(width).cpu()
+    return torch._nested_view_from_buffer(values.reshape(-1), sizes, strides, offsets)  # as_nested_tensor copies
