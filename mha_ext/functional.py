@@ -226,20 +226,20 @@ def _dense_attention(
 
     q, k, v = _with_rank(query, max(rank, 3)), _with_rank(key, max(rank, 3)), _with_rank(value, max(rank, 3))
     batch = _common_shape(_common_shape(list(q.shape[:-3]), list(k.shape[:-3])), list(v.shape[:-3]))
-    heads, kv_heads = [q.size(-3)], [-1]  # -1: as they are
+    heads, kv_heads = q.size(-3), -1  # -1: as they are
     if not enable_gqa:
-        kv_heads = _common_shape([k.size(-3)], [v.size(-3)])  # if 1, the engine shares it
-        heads = _common_shape(heads, kv_heads)
+        kv_heads = _common_shape([k.size(-3)], [v.size(-3)])[0]  # if 1, the engine shares it
+        heads = _common_shape([heads], [kv_heads])[0]
     elif k.size(-3) != v.size(-3):
-        k, v = _repeat_heads(k, heads[0]), _repeat_heads(v, heads[0])
+        k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
     mask: Tensor | None = None
     bias: Tensor | None = None
     if attn_mask is not None:
         mask, bias = masks.split_attn_mask(_mask_as_batch(attn_mask, batch))
     output = torch.ops.mha_ext.attention(
-        _as_batch(q, batch, heads[0]),
-        _as_batch(k, batch, kv_heads[0]),
-        _as_batch(v, batch, kv_heads[0]),
+        _as_batch(q, batch, heads),
+        _as_batch(k, batch, kv_heads),
+        _as_batch(v, batch, kv_heads),
         mask=mask,
         bias=bias,
         is_causal=is_causal,
@@ -251,7 +251,7 @@ def _dense_attention(
         output = output[..., :0]
     if rank == 4:
         return output
-    return output.reshape((batch + heads)[max(3 - rank, 0) :] + list(output.shape[-2:]))
+    return output.reshape((batch + [heads])[max(3 - rank, 0) :] + list(output.shape[-2:]))
 
 
 def scaled_dot_product_attention(
@@ -280,7 +280,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention: expected either attn_mask or is_causal, got both")
     if not torch.jit.is_scripting():
-        tensors = (query, key, value, attn_mask)[: 3 if attn_mask is None or isinstance(attn_mask, CausalBias) else 4]
+        tensors: tuple[Tensor, ...] = (query, key, value)
+        if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+            tensors = (*tensors, attn_mask)
         if has_torch_function(tensors) and any(map(_has_own_meaning, tensors)):
             args = (query, key, value, attn_mask, dropout_p, is_causal)
             return _ask_classes(tensors, *args, scale=scale, enable_gqa=enable_gqa)

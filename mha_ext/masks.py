@@ -14,15 +14,15 @@ def visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != 0
 
 
-def causal(q_len: int, kv_len: int, bottom_right: bool = False, device: torch.device | str | None = None) -> Tensor:
+def causal(q_len: int, kv_len: int, bottom_right: bool = False, device: torch.device | None = None) -> Tensor:
     """(Lq, Lk): query i sees keys j <= i, or j <= i + Lk - Lq with bottom_right. The option is_causal needs no mask."""
-    offset = kv_len - q_len if bottom_right else 0
-    return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril(offset)
+    last = torch.arange(q_len, device=device) + (kv_len - q_len if bottom_right else 0)
+    return torch.arange(kv_len, device=device) <= last.unsqueeze(-1)
 
 
 def padding(key_lengths: Tensor, kv_len: int) -> Tensor:
     """(B, 1, 1, Lk) of integer (B,): keys j < key_lengths[b] are seen. The option key_lengths needs no mask."""
-    return (torch.arange(kv_len, device=key_lengths.device) < key_lengths[:, None])[:, None, None, :]
+    return torch.arange(kv_len, device=key_lengths.device) < key_lengths.view(-1, 1, 1, 1)
 
 
 def split_attn_mask(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:

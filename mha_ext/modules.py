@@ -22,13 +22,11 @@ def _seen_keys(
     query: Tensor, key: Tensor, is_causal: bool, bottom_right: bool, key_lengths: Tensor | None
 ) -> Tensor | None:
     """What is_causal and key_lengths leave to be seen, broadcast to (B, 1, Lq, Lk); None: everything."""
-    keys = torch.arange(key.size(1), device=query.device)
     seen: Tensor | None = None
     if key_lengths is not None:
-        seen = keys < key_lengths.view(-1, 1, 1, 1)
+        seen = masks.padding(key_lengths, key.size(1))
     if is_causal:
-        last = torch.arange(query.size(1), device=query.device) + (key.size(1) - query.size(1) if bottom_right else 0)
-        causal = keys <= last.unsqueeze(-1)
+        causal = masks.causal(query.size(1), key.size(1), bottom_right, query.device)
         seen = causal if seen is None else seen & causal
     return seen
 

@@ -138,7 +138,9 @@ def _difference_in_trials(module: Any, ours: type[nn.Module]) -> str | None:
     if settings:
         return f"has a forward that heeds its attributes {', '.join(settings)}"
     duplicate.__class__ = type(module)
-    return _difference_in_dropout(duplicate, tensors) if "dropout" in module._modules else None
+    if "dropout" not in module._modules:
+        return None
+    return _difference_in_dropout(duplicate, _Trial("none").tensors(features["W_q"][0], dtype, generator))
 
 
 def _difference_in_dropout(module: Any, tensors: tuple[Tensor, Tensor, Tensor]) -> str | None:

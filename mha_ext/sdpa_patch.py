@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from . import functional
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _routed(
@@ -83,7 +85,7 @@ class patch_sdpa(ContextDecorator):
         """Whether anyone has it enabled."""
         return cls._users > 0
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: _Function) -> _Function:
         """Decorates a function. Raises TypeError for one that runs later than it is called (coroutines, generators)."""
         later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
         if any(kind(function) for kind in later):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import _mha_shape_check, linear, pad  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .. import masks
 from ..projections import is_plain
 
 
@@ -345,7 +346,7 @@ def attend(
     if extra > 0:
         q_len, kv_len = q.size(2), k.size(2) - extra
         if is_causal and q_len != kv_len:  # no longer a corner
-            causal = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril()
+            causal = masks.causal(q_len, kv_len, device=q.device)
             mask = causal if mask is None else mask & causal
             is_causal = False
         mask = None if mask is None else pad(mask, [extra, 0], value=1.0)
@@ -458,7 +459,7 @@ def hidden_keys(
     if pairs is not None:
         unseen = hides(pairs)
         if is_causal:
-            unseen = unseen | torch.ones(q_len, kv_len, dtype=torch.bool, device=device).triu(1)
+            unseen = unseen | masks.causal(q_len, kv_len, device=device).logical_not()
         hidden = unseen.flatten(1, 2).all(1)
     elif is_causal:
         hidden = (torch.arange(kv_len, device=device) >= q_len).unsqueeze(0)
