@@ -53,7 +53,9 @@ def _hidden_keys(
         seen = shown if seen is None else seen & shown
     if seen is None or key.size(1) == 0:
         return None
-    seen = seen.expand([1] * (4 - seen.dim()) + list(seen.shape[:-1]) + [key.size(1)])
+    while seen.dim() < 4:
+        seen = seen.unsqueeze(0)
+    seen = seen.expand(-1, -1, -1, key.size(1))
     unseen = seen.flatten(1, 2).any(1).logical_not().unsqueeze(-1)
     dead = seen.any(-1).logical_not().flatten(1).any(1)
     return unseen, unseen & dead.logical_not().view(-1, 1, 1)
@@ -63,7 +65,7 @@ def _added_mask(mask: Tensor, dtype: torch.dtype, seen: Tensor | None) -> Tensor
     """mask * -1e9, less what the seen keys of a row have in common: that changes no softmax, but saves the scores of a
     row of nothing but -1e9 from being rounded away."""
     mask = mask.to(dtype)
-    if mask.size(-1) > 0:
+    if mask.size(-1) > 0 and (seen is None or seen.size(-1) > 0):
         least = mask if seen is None else torch.where(seen, mask, float("inf"))
         least = least.amin(-1, keepdim=True)
         mask = mask - least.masked_fill(least.isinf(), 0.0)

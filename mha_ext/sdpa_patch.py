@@ -33,8 +33,8 @@ def _routed(
     """What torch.nn.functional.scaled_dot_product_attention is while it is patched."""
     ours = query.device.type == "cpu"
     if not torch.jit.is_scripting():
-        # A CausalBias compares the function it is called by with that in torch.nn.functional, which is this one now.
-        ours = (ours or isinstance(attn_mask, CausalBias)) and patch_sdpa.is_on()
+        # A CausalBias compares the function it is called by with that in torch.nn.functional.
+        ours = (ours and patch_sdpa.is_on()) or isinstance(attn_mask, CausalBias)
     if ours:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -89,7 +89,7 @@ class patch_sdpa(ContextDecorator):
         """Decorates a function. Raises TypeError for one that runs later than it is called (coroutines, generators)."""
         later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
         if any(kind(function) for kind in later):
-            raise TypeError(f"patch_sdpa: expected a function that is done when it returns, got {function.__name__}")
+            raise TypeError(f"patch_sdpa: expected a function that is done when it returns, got {function!r}")
         return super().__call__(function)
 
     def enable(self) -> None:

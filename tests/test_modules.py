@@ -609,6 +609,23 @@ def test_autocast():
         torch.testing.assert_close(found[1].float(), expected[1], atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("option", [{"mask": torch.tensor(1)}, {"bias": torch.tensor(0.5)}], ids=str)
+def test_options_without_dimensions(option):
+    layer, x = mha_ext.MultiHeadAttention(16, 2), torch.randn(2, 3, 16)
+    expected = layer(x, x, x, **option)
+    layer.W_q.__class__ = type("Called", (nn.Linear,), {})
+    for found, right in zip(layer(x, x, x, **option), expected, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_the_numpy_layer_without_keys():
+    layer = mha_ext.MultiHeadAttention.from_numpy(*[torch.randn(8, 8)] * 4, 2)
+    x, nothing = torch.randn(1, 3, 8), torch.randn(1, 0, 8)
+    mask, lengths = torch.zeros(1, 1, 3, 1), torch.tensor([0])
+    output, weights = layer(x, nothing, nothing, mask=mask, key_lengths=lengths)
+    assert (output == 0).all() and weights.shape == (1, 2, 3, 0)
+
+
 @pytest.mark.parametrize("plain", ["W_q", "W_k", "W_v", "W_o"])
 @pytest.mark.parametrize("hide", ["mask", "bias", "key_lengths", "is_causal"])
 def test_nan_that_no_query_sees_reaches_no_projection(hide, plain):

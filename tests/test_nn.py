@@ -731,15 +731,20 @@ def test_nested_is_each_sequence_alone(layout, training, context, average):
 
 @layouts
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_with_extra_keys_and_a_mask(layout):
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+def test_nested_with_extra_keys(layout, masked, average):
     layer = pair(E, HEADS, batch_first=True, add_bias_kv=True, add_zero_attn=True)[0]
     sequences = [torch.randn(n, E) for n in SIZES]
     x = torch.nested.nested_tensor(sequences, layout=layout)
-    mask = torch.rand(max(SIZES), max(SIZES)) < 0.4
-    output, _ = layer(x, x, x, attn_mask=mask)
-    for found, y in zip(output.unbind(), sequences, strict=True):
-        expected, _ = layer(y, y, y, attn_mask=mask[: len(y), : len(y)])
-        torch.testing.assert_close(found, expected)
+    mask = (torch.rand(max(SIZES), max(SIZES)) < 0.4) if masked else None
+    output, weights = layer(x, x, x, attn_mask=mask, average_attn_weights=average)
+    for i, y in enumerate(sequences):
+        part = None if mask is None else mask[: len(y), : len(y)]
+        expected, _ = layer(y, y, y, attn_mask=part)
+        torch.testing.assert_close(output.unbind()[i], expected)
+        assert (weights[i][..., len(y) :, :] == 0).all()
+        torch.testing.assert_close(weights[i][..., : len(y), :].sum(-1), torch.ones(weights[i].shape[:-2] + (len(y),)))
 
 
 @layouts

@@ -752,6 +752,13 @@ def test_look_alikes_are_left(name):
     assert_same_modules(layer, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("d_model, heads", [(512, 8), (384, 12), (256, 2), (1024, 32), (2048, 16), (8, 1)])
+def test_the_document_is_swapped_at_every_size(d_model, heads, dtype):
+    report = replace_attention(Document(d_model, heads).to(dtype))
+    assert report, str(report)
+
+
 def test_the_look_alike_itself_is_swapped():
     layer = variant(score=lambda self, Q, K: Q @ K.mT * self.scale)
     layer.scale, layer.layer_index, layer.name = layer.d_k**-0.5, 3, "unread"

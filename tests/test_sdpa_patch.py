@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -70,6 +71,15 @@ def test_another_patch_that_ends_later():
     assert F.scaled_dot_product_attention is TORCHS[0]
 
 
+def test_a_causal_bias_keeps_its_meaning_in_a_function_that_outlived_the_patch():
+    with patch_sdpa():
+        held = (F.scaled_dot_product_attention,)
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    bias = causal_lower_right(3, 5)
+    expected = TORCHS[0](q, k, k, attn_mask=torch.ones(3, 5, dtype=torch.bool).tril(2))
+    torch.testing.assert_close(held[0](q, k, k, attn_mask=bias), expected)
+
+
 async def later():
     attend(torch.ones(1, 1, 2, 4))
 
@@ -78,7 +88,7 @@ def one_by_one():
     yield attend(torch.ones(1, 1, 2, 4))
 
 
-@pytest.mark.parametrize("function", [later, one_by_one])
+@pytest.mark.parametrize("function", [later, one_by_one, functools.partial(later)])
 def test_decorator_of_what_runs_later_is_an_error(function):
     with pytest.raises(TypeError, match="patch_sdpa: expected a function that is done when it returns, got"):
         patch_sdpa()(function)

@@ -47,12 +47,14 @@ def forward_nested(
             key_in, value_in = key, value
         k = _padded_heads(linear(key_in, w_k, b_k), heads)
         v = _padded_heads(linear(value_in, w_v, b_v), heads)
-    mask, bias = visible_and_added(padding[:, None, :, None], pairs)  # padded queries see nothing
+    extra = int(layer.bias_k is not None) + int(layer.add_zero_attn)
+    # Padded queries see nothing, which saves their rows; but extra keys every query sees.
+    mask, bias = visible_and_added(padding[:, None, :, None] if extra == 0 else None, pairs)
     context, weights = attend(
         q,
         with_extra_keys(k, layer.bias_k, layer.add_zero_attn),
         with_extra_keys(v, layer.bias_v, layer.add_zero_attn),
-        int(layer.bias_k is not None) + int(layer.add_zero_attn),
+        extra,
         mask,
         bias,
         _lengths(key),
@@ -63,7 +65,10 @@ def forward_nested(
         weights_before_dropout,
     )
     output = layer.out_proj(_nested_like(query, context[~padding], lengths))
-    return output, (weights if need_weights else None)
+    if not need_weights:
+        return output, None
+    rows = padding if average_attn_weights else padding.unsqueeze(1)
+    return output, weights.masked_fill(rows.unsqueeze(-1), 0.0)
 
 
 def _check_kinds(
