@@ -811,7 +811,6 @@ def test_encoder_computes_the_same_in_training_and_evaluation(nested, batch_firs
     calls = []
     for layer in encoder.layers:
         layer.self_attn.__class__ = mha_ext.nn.MultiheadAttention
-        layer.activation_relu_or_gelu = 0  # its fast path, which never calls self_attn, is not taken
     padding = padding_of("right", BATCH, LENGTH)
     x = torch.randn(BATCH, LENGTH, E) if batch_first else torch.randn(LENGTH, BATCH, E)
     live = (~padding if batch_first else ~padding.T).unsqueeze(-1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from .. import masks
 from .functional import attend, cleared, hidden_keys, hides, pair_mask, projections, visible_and_added, with_extra_keys
 
 
@@ -67,8 +68,10 @@ def forward_nested(
     output = layer.out_proj(_nested_like(query, context[~padding], lengths))
     if not need_weights:
         return output, None
-    rows = padding if average_attn_weights else padding.unsqueeze(1)
-    return output, weights.masked_fill(rows.unsqueeze(-1), 0.0)
+    if extra > 0:
+        rows = padding if average_attn_weights else padding.unsqueeze(1)
+        weights = weights.masked_fill(rows.unsqueeze(-1), 0.0)
+    return output, weights
 
 
 def _check_kinds(
@@ -108,7 +111,7 @@ def _lengths(nested: Tensor) -> Tensor:
 
 def _padding(lengths: Tensor, length: int) -> Tensor:
     """(N, L): True beyond the lengths."""
-    return torch.arange(length, device=lengths.device) >= lengths.unsqueeze(1)
+    return masks.padding(lengths, length)[:, 0, 0].logical_not()
 
 
 def _padded_heads(x: Tensor, heads: int) -> Tensor:
