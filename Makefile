@@ -13,7 +13,7 @@ export PYTHON ?=
 # The Python that runs tools/environment.py, which finds or makes the one to work with.
 HOST_PYTHON := $(or $(shell command -v python3 2>/dev/null),$(shell command -v "$(PYTHON)" 2>/dev/null))
 ENVIRONMENT = "$(HOST_PYTHON)" tools/environment.py --default-torch $(TORCH_PINNED) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
-CXX_FILES = $$(find csrc -name '*.cpp' -o -name '*.h')
+CXX_FILES = $$(find csrc examples tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help build train test bench lint format clean check-python
 .DEFAULT_GOAL := help
@@ -43,7 +43,7 @@ format: check-python  ## rewrite Python and C++ in that style
 	  "$$bin/ruff" check --fix . && "$$bin/ruff" format . && "$$bin/clang-format" -i $(CXX_FILES)
 
 clean:  ## remove what the build made; the environments stay
-	rm -rf build dist *.egg-info mha_ext/_build.py mha_ext/*.so mha_ext/*.dylib
+	rm -rf build dist *.egg-info mha_ext/_build.py mha_ext/*.so mha_ext/*.dylib mha_ext/cmake mha_ext/include
 
 check-python:
 	@test -n "$(HOST_PYTHON)" || { echo "mha_ext: expected Python >= 3.10, found none; install python3, or name one: make PYTHON=/path/to/python" >&2; exit 1; }

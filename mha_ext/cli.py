@@ -15,6 +15,7 @@ COMMANDS = {
     "info": ("mha_ext.info", "versions, the instruction set in use, backends and threads"),
     "train": ("mha_ext.train.cli", "train a Transformer end to end on text, export it, and show how well it does"),
     "bench": ("mha_ext.bench", "measure mha_ext side by side with PyTorch on this machine"),
+    "cmake-dir": ("mha_ext.cmake_dir", "print where CMake finds the C++ library: find_package(mha_ext)"),
 }
 
 EXAMPLES = """\

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import mha_ext
+from tests.commands import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(mha_ext.__file__).parent
 LIBRARY = PACKAGE / "libmha_ext.so"
 MODULE = PACKAGE / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
@@ -28,32 +28,8 @@ needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="need
 needs_sources = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
 
 
-def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
-    """Standard output of a command that must succeed."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
-    result = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment with mha_ext's wheel, and torch from the environment that runs the tests."""
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT)
-    wheels = list(folder.glob("mha_ext-*.whl"))
-    assert len(wheels) == 1, wheels
-    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
-    python = folder / "venv" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheels[0])
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # A plain path: what lies there can be imported, but mha_ext's own editable installation is not in effect.
-    (Path(site) / "torch.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
-    return python
-
-
 @needs_sources
-def test_wheel_imports_in_a_fresh_environment(fresh: Path) -> None:
+def test_wheel_imports_in_a_fresh_environment(installed: Path) -> None:
     program = """
 import json, mha_ext, torch
 x = torch.randn(2, 5, 16, requires_grad=True)
@@ -61,25 +37,25 @@ output, weights = mha_ext.MultiHeadAttention(16, 4)(x, x, x)
 output.sum().backward()
 print(json.dumps({"file": mha_ext.__file__, "version": mha_ext.__version__, "shape": list(weights.shape)}))
 """
-    found = json.loads(run(fresh, "-c", program, cwd=fresh.parent))
-    assert Path(found["file"]).is_relative_to(fresh.parents[1])
+    found = json.loads(run(installed, "-c", program, cwd=installed.parent))
+    assert Path(found["file"]).is_relative_to(installed.parents[1])
     assert found["version"] == mha_ext.__version__
     assert found["shape"] == [2, 4, 5, 5]
 
 
 @needs_sources
-def test_console_script(fresh: Path) -> None:
-    found = json.loads(run(fresh.with_name("mha-ext"), "info", "--json", cwd=fresh.parent))
+def test_console_script(installed: Path) -> None:
+    found = json.loads(run(installed.with_name("mha-ext"), "info", "--json", cwd=installed.parent))
     assert found["cpu_capability"] == mha_ext.info()["cpu_capability"]
     assert found["torch"] == torch.__version__
-    assert run(fresh.with_name("mha-ext"), "bench", "--list", cwd=fresh.parent)
+    assert run(installed.with_name("mha-ext"), "bench", "--list", cwd=installed.parent)
 
 
 @needs_sources
-def test_library_for_another_torch_is_refused_in_one_sentence(fresh: Path) -> None:
+def test_library_for_another_torch_is_refused_in_one_sentence(installed: Path) -> None:
     program = "import torch; torch.__version__ = '2.12.1'; import mha_ext"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run([fresh, "-c", program], cwd=fresh.parent, env=env, capture_output=True, text=True)
+    result = subprocess.run([installed, "-c", program], cwd=installed.parent, env=env, capture_output=True, text=True)
     assert re.fullmatch(
         r"ImportError: mha_ext: expected torch \d+\.\d+, for which libmha_ext.so was built, got 2\.12\.1; build it .*",
         result.stderr.strip().splitlines()[-1],
