@@ -16,7 +16,7 @@ ops                             the operators as they stand in torch.ops.mha_ext
 """
 
 from ._library import __version__  # isort: skip  (loads the operators, so it comes first)
-from . import convert, integrations, masks, nn, ops
+from . import convert, flops, integrations, masks, nn, ops  # noqa: F401  (flops: registers formulas)
 from .functional import attention, scaled_dot_product_attention
 from .info import info
 from .modules import MultiHeadAttention

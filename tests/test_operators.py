@@ -11,11 +11,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mha_ext  # noqa: F401  (loads the operators)
-from tests.cases import DTYPES, LAYOUTS, Case, make
+from tests.cases import DTYPES, LAYOUTS, Case, benchmark, make, row_id
 from tests.checks import gradients_of
+from tests.test_attention import COMBINATIONS, FEW_ROWS
+from tests.test_multi_head_attention import FEATURES as LAYERS
+from tests.test_multi_head_attention import make as make_layer
+from tests.test_multi_head_attention import make_self_attention
 
 ops = torch.ops.mha_ext
 attention = ops.attention
+NAMES = {"attention": "Attention", "multi_head_attention": "MultiHeadAttention"}
 
 SAMPLES = [
     Case("plain"),
@@ -133,6 +138,67 @@ def test_opcheck_layer_of_one_tensor(biases):
 def test_opcheck_layer_backward(options):
     arguments, options = layer_backward_arguments(**options)
     torch.library.opcheck(ops.multi_head_attention_backward.default, arguments, options)
+
+
+# What needs no compiler, and takes milliseconds.
+CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
+EVERY = (*CHEAP, "test_aot_dispatch_dynamic")
+
+
+def opcheck_attention(inputs, test_utils):
+    arguments, options = backward_arguments(inputs)
+    torch.library.opcheck(ops.attention_backward.default, arguments, options, test_utils=test_utils)
+    inputs.requires_grad_()
+    tensors = (inputs.query, inputs.key, inputs.value)
+    torch.library.opcheck(attention.default, tensors, inputs.options, test_utils=test_utils)
+
+
+def opcheck_layer(layer, test_utils):
+    with torch.no_grad():
+        forward = ops.multi_head_attention_forward(*layer.arguments(), **layer.options)
+    output, weights, *saved, logsumexp = forward
+    options = {name: value for name, value in layer.options.items() if name != "need_weights"}
+    options["output_mask"] = [x is not None for x in (*layer.tensors.values(), layer.options["bias"])]
+    backward = (layer.grad_output, layer.grad_weights, *layer.tensors.values(), *saved, weights, logsumexp)
+    checks = [
+        (ops.multi_head_attention_backward, (*backward, layer.num_heads), options),
+        (ops.multi_head_attention_forward, layer.arguments(), layer.options),
+    ]
+    for op, arguments, options in checks:
+        torch.library.opcheck(op.default, arguments, options, test_utils=test_utils)
+    for leaf in layer.leaves().values():
+        leaf.requires_grad_()
+    torch.library.opcheck(ops.multi_head_attention.default, layer.arguments(), layer.options, test_utils=test_utils)
+
+
+@pytest.mark.parametrize("row", [*COMBINATIONS, *FEW_ROWS], ids=row_id)
+def test_opcheck_of_feature_combinations(row):
+    opcheck_attention(make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=1), CHEAP)
+
+
+@pytest.mark.parametrize("row", LAYERS, ids=row_id)
+def test_opcheck_of_layer_combinations(row):
+    opcheck_layer(make_layer(row, seed=1), CHEAP)
+
+
+@pytest.mark.parametrize("row", [*COMBINATIONS, *FEW_ROWS][::45], ids=row_id)
+def test_opcheck_compiles_feature_combinations(row):
+    opcheck_attention(make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=1), EVERY)
+
+
+@pytest.mark.parametrize("row", LAYERS[::45], ids=row_id)
+def test_opcheck_compiles_layer_combinations(row):
+    opcheck_layer(make_layer(row, seed=1), EVERY)
+
+
+@pytest.mark.parametrize("case", benchmark("core"), ids=lambda case: case.name)
+def test_opcheck_of_the_benchmark(case):
+    opcheck_attention(make(case), CHEAP)
+
+
+@pytest.mark.parametrize("case", benchmark("layer"), ids=lambda case: case.name)
+def test_opcheck_of_the_benchmarks_layers(case):
+    opcheck_layer(make_self_attention(case), CHEAP)
 
 
 # --- Fake and meta kernels ----------------------------------------------------------------------------------------
@@ -471,8 +537,19 @@ def test_inductor():
         torch.testing.assert_close(found[name], expected[name])
 
 
+def test_names_in_graphs_and_profiles():
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        core, layer = attention(x, x, x)[0], ops.multi_head_attention(*layer_arguments(requires_grad=True))[0]
+        (core.sum() + layer.sum()).backward()
+    found = {event.key for event in profile.key_averages()}
+    assert {f"mha_ext::{name}{suffix}" for name in NAMES for suffix in ("", "_backward")} <= found
+    nodes = {f"torch::autograd::CppNode<mha_ext::autograd::{node}Backward>" for node in NAMES.values()}
+    assert nodes <= found and nodes == {core.grad_fn.name(), layer.grad_fn.name()}
+
+
 def test_every_operator_has_a_backward_of_its_own():
-    for name in ("attention", "multi_head_attention"):
+    for name in NAMES:
         assert hasattr(ops, name) and hasattr(ops, f"{name}_backward")
 
 

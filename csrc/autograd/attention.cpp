@@ -10,14 +10,14 @@
 #include <torch/library.h>
 
 namespace mha_ext::autograd {
-namespace {
 
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
+// Not in the unnamed namespace: profiles and grad_fn.name() show its name.
+struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& bias, AttentionOptions options) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -45,6 +45,8 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   }
 };
 
+namespace {
+
 ThreeTensors attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& given) {
   if (inside_functorch() || any_tangent({query, key, value, given.bias})) {
     return composite::attention(query, key, value, given);
@@ -54,7 +56,7 @@ ThreeTensors attention(const Tensor& query, const Tensor& key, const Tensor& val
     at::AutoDispatchBelowADInplaceOrView guard;
     return mha_ext::attention(query, key, value, options);
   }
-  const auto results = AttentionFunction::apply(query, key, value, options.bias, options);
+  const auto results = AttentionBackward::apply(query, key, value, options.bias, options);
   return {results[0], results[1], results[2]};
 }
 

@@ -25,7 +25,10 @@ LayerInputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& valu
 
 bool composite_is_needed(const LayerInputs& inputs) { return inside_functorch() || any_tangent(inputs); }
 
-struct LayerFunction : torch::autograd::Function<LayerFunction> {
+}  // namespace
+
+// Not in the unnamed namespace: profiles and grad_fn.name() show its name.
+struct MultiHeadAttentionBackward : torch::autograd::Function<MultiHeadAttentionBackward> {
   // The flat arguments are those that autograd tracks.
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& w_q, const Tensor& w_k, const Tensor& w_v, const Tensor& w_o,
@@ -78,6 +81,8 @@ struct LayerFunction : torch::autograd::Function<LayerFunction> {
   }
 };
 
+namespace {
+
 TwoTensors multi_head_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Projections& p,
                                 int64_t num_heads, const AttentionOptions& given) {
   const LayerInputs inputs = inputs_of(query, key, value, p, given.bias);
@@ -87,8 +92,8 @@ TwoTensors multi_head_attention(const Tensor& query, const Tensor& key, const Te
     at::AutoDispatchBelowADInplaceOrView guard;
     return mha_ext::multi_head_attention(query, key, value, p, num_heads, options);
   }
-  const auto results = LayerFunction::apply(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k, p.b_v, p.b_o,
-                                            options.bias, num_heads, options);
+  const auto results = MultiHeadAttentionBackward::apply(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k,
+                                                         p.b_v, p.b_o, options.bias, num_heads, options);
   return {results[0], results[1]};
 }
 

@@ -24,6 +24,7 @@ inline bool any_requires_grad(c10::ArrayRef<std::optional<at::Tensor>> tensors) 
 }
 
 // A functorch transform (grad, vmap, jvp, ...) is running: it sees through ATen calls, but not through a C++ node.
+// csrc/functorch answers such calls, except those of somebody's operator that decomposes inside a transform.
 inline bool inside_functorch() {
   const auto& tls = at::functorch::functorchTLSAccessor();
   if (!tls) return false;
