@@ -32,10 +32,11 @@ struct FlatAttention {
                            const OptionalTensor& mask, const OptionalTensor& bias, bool is_causal, double dropout_p,
                            std::optional<double> scale, bool need_weights, const OptionalTensor& key_lengths,
                            bool causal_bottom_right, bool uniform_dead_rows, const OptionalTensor& seed,
-                           bool average_weights, bool weights_before_dropout, std::optional<double> softcap) {
+                           bool average_weights, bool weights_before_dropout, std::optional<double> softcap,
+                           bool need_logsumexp) {
     return implementation(query, key, value,
                           {mask, bias, is_causal, dropout_p, scale, need_weights, key_lengths, causal_bottom_right,
-                           uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap});
+                           uniform_dead_rows, seed, average_weights, weights_before_dropout, softcap, need_logsumexp});
   }
   using Signature = decltype(call);
 };

@@ -7,8 +7,8 @@ TORCH_LIBRARY(mha_ext, m) {
       "attention(Tensor query, Tensor key, Tensor value, *, Tensor? mask=None, Tensor? bias=None, "
       "bool is_causal=False, float dropout_p=0.0, float? scale=None, bool need_weights=False, "
       "Tensor? key_lengths=None, bool causal_bottom_right=False, bool uniform_dead_rows=False, "
-      "Tensor? seed=None, bool average_weights=False, bool weights_before_dropout=False, float? softcap=None) -> "
-      "(Tensor output, Tensor weights, Tensor logsumexp)");
+      "Tensor? seed=None, bool average_weights=False, bool weights_before_dropout=False, float? softcap=None, "
+      "bool need_logsumexp=True) -> (Tensor output, Tensor weights, Tensor logsumexp)");
 
   // Gradients of `attention` from what its forward left; grad_bias is empty unless need_bias_grad.
   m.def(

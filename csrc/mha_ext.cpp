@@ -21,7 +21,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query
   const auto& o = options;
   return op.call(query, key, value, o.mask, o.bias, o.is_causal, o.dropout_p, o.scale, o.need_weights, o.key_lengths,
                  o.causal_bottom_right, o.uniform_dead_rows, o.seed, o.average_weights, o.weights_before_dropout,
-                 o.softcap);
+                 o.softcap, o.need_logsumexp);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(

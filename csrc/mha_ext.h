@@ -25,10 +25,12 @@ struct AttentionOptions {
   bool average_weights = false;                          // the weights returned are (B, Lq, Lk): the mean over heads
   bool weights_before_dropout = false;                   // return the weights as they were before dropout
   std::optional<double> softcap = std::nullopt;          // scores become c tanh(scale Q K^T / c), before the bias
+  bool need_logsumexp = true;                            // of `attention`: return logsumexp
 };
 
 // query (B, H, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), H a multiple of Hkv.
-// Returns output (B, H, Lq, Dv) stored as (B, Lq, H, Dv), weights (B, H, Lq, Lk) or empty, logsumexp (B, H, Lq).
+// Returns output (B, H, Lq, Dv) stored as (B, Lq, H, Dv), weights (B, H, Lq, Lk) or empty, logsumexp (B, H, Lq)
+// or empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::Tensor& key,
                                                          const at::Tensor& value, const AttentionOptions& options = {});
 

@@ -28,9 +28,12 @@ inline at::Tensor empty_weights(const AttentionSizes& s, const AttentionOptions&
   return at::empty_symint({s.batch, s.heads, s.q_len, s.kv_len}, tensor_options);
 }
 
-inline at::Tensor empty_logsumexp(const AttentionSizes& s, const at::TensorOptions& options) {
-  const auto dtype = c10::typeMetaToScalarType(options.dtype());
-  return at::empty_symint({s.batch, s.heads, s.q_len}, options.dtype(accumulate_dtype(dtype)));
+// (B, H, Lq), or (0,) when the caller does not want it.
+inline at::Tensor empty_logsumexp(const AttentionSizes& s, const AttentionOptions& options,
+                                  const at::TensorOptions& tensor_options) {
+  const auto dtype = accumulate_dtype(c10::typeMetaToScalarType(tensor_options.dtype()));
+  if (!options.need_logsumexp) return at::empty({0}, tensor_options.dtype(dtype));
+  return at::empty_symint({s.batch, s.heads, s.q_len}, tensor_options.dtype(dtype));
 }
 
 // The gradient of query, key or value (B, heads, L, dim): contiguous if the tensor is, as autograd would copy it

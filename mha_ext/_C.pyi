@@ -24,6 +24,9 @@ def work_list(
     key.
     """
 
+def set_fused_on_cpu(on: bool) -> None:
+    """Lets the composite kernels use PyTorch's fused attention for tensors of the CPU as they do for other devices'."""
+
 def set_tile_size(forward_queries: int, forward_keys: int, backward_queries: int, backward_keys: int) -> None:
     """Sets what tile_size gives; not while another thread runs an operator.
 

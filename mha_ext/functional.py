@@ -108,6 +108,7 @@ def attention(
         average_weights=average_weights,
         weights_before_dropout=weights_before_dropout,
         softcap=softcap,
+        need_logsumexp=need_logsumexp,
     )
     if not (need_weights or need_logsumexp):
         return output
@@ -246,6 +247,7 @@ def _dense_attention(
         dropout_p=dropout_p,
         scale=scale,
         causal_bottom_right=causal_bottom_right,
+        need_logsumexp=False,
     )[0]
     if value_dim == 0:
         output = output[..., :0]

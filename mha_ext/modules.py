@@ -225,6 +225,7 @@ class MultiHeadAttention(nn.Module):
                 key_lengths=key_lengths,
                 causal_bottom_right=causal_bottom_right,
                 uniform_dead_rows=True,
+                need_logsumexp=False,
             )
             output = self.W_o(heads.transpose(1, 2).flatten(2))
         return output, attended if need_weights else None

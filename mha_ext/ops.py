@@ -47,12 +47,15 @@ def attention(
     average_weights: bool = False,
     weights_before_dropout: bool = False,
     softcap: float | None = None,
+    need_logsumexp: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(scale Q K^T + bias) V of query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv).
 
     Returns output (B, H, Lq, Dv), stored as (B, Lq, H, Dv); weights (B, H, Lq, Lk) as they multiplied the values, or an
-    empty tensor unless need_weights; logsumexp (B, H, Lq) in float32 (float64 for float64), -inf where no key is seen.
-    Gradients flow through all three.
+    empty tensor unless need_weights; logsumexp (B, H, Lq) in float32 (float64 for float64), -inf where no key is seen,
+    or an empty tensor with need_logsumexp=False. Gradients flow through all three.
+
+    On devices other than the CPU, PyTorch's fused kernels can serve a call that asks for the output alone.
     """
     return _ops.attention.default(
         query,
@@ -71,6 +74,7 @@ def attention(
         average_weights=average_weights,
         weights_before_dropout=weights_before_dropout,
         softcap=softcap,
+        need_logsumexp=need_logsumexp,
     )
 
 
@@ -90,8 +94,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attention` (query, key, value, bias) from its results and the gradients that arrive for them.
 
-    `options` are those of the forward without need_weights, with its seed if there was dropout. The gradient of the
-    bias is an empty tensor unless need_bias_grad.
+    `options` are those of the forward without need_weights and need_logsumexp, with its seed if there was dropout. The
+    gradient of the bias is an empty tensor unless need_bias_grad.
     """
     return _ops.attention_backward.default(
         grad_output,

@@ -54,9 +54,9 @@ class Case:
         return Case("row", heads=4, **names)
 
     @staticmethod
-    def of_benchmark(row: Row) -> Case:
-        """What a row of the benchmark attends to, with lengths cut to a little more than a tile of scores."""
-        row = row.small(length=270)
+    def of_benchmark(row: Row, length: int) -> Case:
+        """What a row of the benchmark attends to, with lengths cut to `length`."""
+        row = row.small(length)
         return Case(
             row.name,
             row.batch,
@@ -248,9 +248,12 @@ def make(case: Case, dtype: torch.dtype = torch.float32, layout: str = "contiguo
     )
 
 
-def benchmark(kind: Literal["layer", "core"]) -> list[Case]:
-    """The cases of the benchmark's rows of this kind, each once: forward and train, say, are one."""
-    return list(dict.fromkeys(Case.of_benchmark(row) for row in ROWS if row.kind == kind))
+def benchmark(kind: Literal["layer", "core"], length: int = 270) -> list[Case]:
+    """The cases of the benchmark's rows of this kind, each once: forward and train, say, are one.
+
+    Lengths are cut, by default to a little more than a tile of scores.
+    """
+    return list(dict.fromkeys(Case.of_benchmark(row, length) for row in ROWS if row.kind == kind))
 
 
 def all_pairs(**factors: Sequence[Any]) -> list[dict[str, Any]]:

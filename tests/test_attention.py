@@ -171,14 +171,6 @@ def test_values_of_head_sizes(head_dim, dtype):
     check(inputs, attention(inputs.query, inputs.key, inputs.value, **inputs.options))
 
 
-@pytest.mark.parametrize("row", COMBINATIONS[::4], ids=row_id)
-def test_composite_kernel_agrees(row):
-    inputs = make(Case.of(row), DTYPES[row["dtype"]], row["layout"], seed=1)
-    results = composite(attention, inputs.query, inputs.key, inputs.value, **inputs.options)
-    check_form(inputs, results)
-    check(inputs, results)
-
-
 # --- Plain facts --------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import mha_ext
 from tests import cases, documents, reference
 from tests.cases import CAUSAL, DTYPES, Case, all_pairs, benchmark, make_bias, make_mask, row_id
-from tests.checks import assert_as_good_as_plain, composite, isa_every, plain_multi_head_attention
+from tests.checks import assert_as_good_as_plain, isa_every, plain_multi_head_attention
 
 multi_head_attention = torch.ops.mha_ext.multi_head_attention
 multi_head_attention_backward = torch.ops.mha_ext.multi_head_attention_backward
@@ -192,14 +192,6 @@ def test_values_and_gradients_of_the_benchmark(case):
     layer = make_self_attention(case)
     leaves = {name: x.requires_grad_() for name, x in layer.leaves().items()}
     results = multi_head_attention(*layer.arguments(), **layer.options)
-    check(layer, results, gradients(results, layer, leaves))
-
-
-@pytest.mark.parametrize("row", FEATURES[::3], ids=row_id)
-def test_composite_kernel_agrees(row):
-    layer = make(row)
-    leaves = {name: x.requires_grad_() for name, x in layer.leaves().items()}
-    results = composite(multi_head_attention, *layer.arguments(), **layer.options)
     check(layer, results, gradients(results, layer, leaves))
 
 

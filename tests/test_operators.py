@@ -114,6 +114,15 @@ def test_opcheck_attention_backward(case):
     torch.library.opcheck(ops.attention_backward.default, arguments, options)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_without_logsumexp(requires_grad):
+    inputs = make(Case("output alone", q_len=5, kv_len=6, bias="plane"))
+    if requires_grad:
+        inputs.requires_grad_()
+    options = {**inputs.options, "need_logsumexp": False}
+    torch.library.opcheck(attention.default, (inputs.query, inputs.key, inputs.value), options)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_any_layout(layout):
     inputs = make(Case("layout", q_len=5, kv_len=6, need_weights=True), layout=layout).requires_grad_()
@@ -315,6 +324,7 @@ def test_gradcheck_scripted(case):
         average_weights: bool,
         weights_before_dropout: bool,
         softcap: float | None,
+        need_logsumexp: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.mha_ext.attention(
             query,
@@ -333,6 +343,7 @@ def test_gradcheck_scripted(case):
             average_weights=average_weights,
             weights_before_dropout=weights_before_dropout,
             softcap=softcap,
+            need_logsumexp=need_logsumexp,
         )
 
     def op(query, key, value, **options):

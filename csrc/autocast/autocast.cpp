@@ -51,3 +51,5 @@ void implement(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(mha_ext, AutocastCPU, m) { mha_ext::autocast::implement<at::kCPU>(m); }
 TORCH_LIBRARY_IMPL(mha_ext, AutocastCUDA, m) { mha_ext::autocast::implement<at::kCUDA>(m); }
+TORCH_LIBRARY_IMPL(mha_ext, AutocastXPU, m) { mha_ext::autocast::implement<at::kXPU>(m); }
+TORCH_LIBRARY_IMPL(mha_ext, AutocastMPS, m) { mha_ext::autocast::implement<at::kMPS>(m); }

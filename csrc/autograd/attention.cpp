@@ -22,11 +22,17 @@ struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
                                const OptionalTensor& bias, AttentionOptions options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     options.bias = bias;
-    auto [output, weights, logsumexp] = mha_ext::attention(query, key, value, options);
+    AttentionOptions kept = options;
+    kept.need_logsumexp = true;  // for the backward
+    auto [output, weights, logsumexp] = mha_ext::attention(query, key, value, kept);
     SavedOptions saved(ctx, options);
     saved.save({query, key, value, output, weights, logsumexp});
     ctx->saved_data["need_bias_grad"] = requires_grad(bias);
-    if (!options.need_weights) ctx->mark_non_differentiable({weights});
+    if (!options.need_logsumexp) logsumexp = at::empty({0}, logsumexp.options());
+    variable_list without_gradient;
+    if (!options.need_weights) without_gradient.push_back(weights);
+    if (!options.need_logsumexp) without_gradient.push_back(logsumexp);
+    ctx->mark_non_differentiable(without_gradient);
     ctx->set_materialize_grads(false);
     return {output, weights, logsumexp};
   }
@@ -38,9 +44,9 @@ struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
         grads[0].defined() ? grads[0] : at::zeros({}, saved.output.options()).expand_as(saved.output);
     const auto given = [](const Tensor& grad) { return grad.defined() ? OptionalTensor(grad) : std::nullopt; };
     const bool need_bias_grad = ctx->saved_data["need_bias_grad"].toBool();
-    auto [grad_query, grad_key, grad_value, grad_bias] =
-        mha_ext::attention_backward(grad_output, options.need_weights ? given(grads[1]) : std::nullopt, given(grads[2]),
-                                    saved, options, need_bias_grad);
+    auto [grad_query, grad_key, grad_value, grad_bias] = mha_ext::attention_backward(
+        grad_output, options.need_weights ? given(grads[1]) : std::nullopt,
+        options.need_logsumexp ? given(grads[2]) : std::nullopt, saved, options, need_bias_grad);
     return {grad_query, grad_key, grad_value, need_bias_grad ? grad_bias : Tensor(), Tensor()};
   }
 };

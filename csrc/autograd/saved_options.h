@@ -18,7 +18,7 @@ class SavedOptions {
     ctx->saved_data["options"] = c10::ivalue::Tuple::create(
         {options.is_causal, options.dropout_p, c10::IValue(options.scale), options.need_weights,
          options.causal_bottom_right, options.uniform_dead_rows, options.average_weights,
-         options.weights_before_dropout, c10::IValue(options.softcap)});
+         options.weights_before_dropout, c10::IValue(options.softcap), options.need_logsumexp});
   }
 
   // Saves the node's own tensors and those of the options.
@@ -49,7 +49,8 @@ class SavedOptions {
                              given(3),
                              values[6].toBool(),
                              values[7].toBool(),
-                             values[8].toOptional<double>()};
+                             values[8].toOptional<double>(),
+                             values[9].toBool()};
     tensors.resize(last);
     return {std::move(tensors), std::move(options)};
   }

@@ -3,6 +3,7 @@
 #include "../checks.h"
 #include "../flat_signatures.h"
 #include "../outputs.h"
+#include "fused.h"
 
 #include <ATen/ATen.h>
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -262,16 +263,22 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   const auto s = check_attention("attention", query, key, value, given_options);
   const auto options = with_seed(given_options);
   check_key_length_values("attention", options.key_lengths, s.kv_len);
-  const auto dtype = compute_dtype(query, options.bias);
+  const auto nothing = [&](at::ScalarType dtype) { return at::empty({0}, query.options().dtype(dtype)); };
+  const auto accumulate = accumulate_dtype(query.scalar_type());
+  if (fused_attention_serves(query, key, value, s, options)) {
+    const auto output = fused_attention(query, key, value, s, options);
+    return {stored_by_length(output), nothing(query.scalar_type()), nothing(accumulate)};
+  }
 
+  const auto dtype = compute_dtype(query, options.bias);
   const auto soft = softmax(query.to(dtype), key.to(dtype), s, options);
   const auto factor = dropout_factor(s, options, soft.p);
   const auto weights = factor ? soft.p * *factor : soft.p;
   const auto output = mix(weights, soft.contributes, value.to(dtype));
   return {stored_by_length(output.to(query.dtype())),
           options.need_weights ? returned_weights(s, options, soft.p, weights).to(query.dtype()).contiguous()
-                               : at::empty({0}, query.options()),
-          soft.logsumexp.to(accumulate_dtype(query.scalar_type())).contiguous()};
+                               : nothing(query.scalar_type()),
+          options.need_logsumexp ? soft.logsumexp.to(accumulate).contiguous() : nothing(accumulate)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_gradients(const AttentionSizes& s, const Tensor& grad_output,

@@ -1,5 +1,6 @@
 // The core operator and its backward in plain ATen calls: any device, differentiable by autograd as often as one likes,
-// by forward-mode AD and under functorch. They call no operator of mha_ext. The scores are stored (O(Lq * Lk) memory).
+// by forward-mode AD and under functorch. They call no operator of mha_ext. The scores are stored (O(Lq * Lk) memory),
+// unless fused.h can serve a call.
 #pragma once
 
 #include "../checks.h"

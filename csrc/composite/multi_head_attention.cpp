@@ -5,10 +5,7 @@
 #include "attention.h"
 
 #include <ATen/ATen.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
-
-#include <cmath>
 
 namespace mha_ext::composite {
 namespace {
@@ -16,8 +13,6 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // (B, L, heads * dim) seen as (B, heads, L, dim).
 Tensor split_heads(const Tensor& x, const SymInt& heads, const SymInt& dim) {
@@ -38,43 +33,6 @@ struct Projected {
 Projected project(const Tensor& query, const Tensor& key, const Tensor& value, const Projections& p) {
   return {at::linear(query, p.w_q, p.b_q).contiguous(), at::linear(key, p.w_k, p.b_k).contiguous(),
           at::linear(value, p.w_v, p.b_v).contiguous()};
-}
-
-// What at::scaled_dot_product_attention means by is_causal, and nothing else.
-bool only_causal(const AttentionOptions& options) {
-  return options.is_causal && !options.causal_bottom_right && !given(options.mask) && !given(options.key_lengths);
-}
-
-bool known_finite(const Tensor& tensor) { return std::isfinite(tensor.detach().sum().item<double>()); }
-
-// ATen's fused kernels multiply hidden values by 0, which is not the same thing for a NaN; traced values are trusted.
-bool fused_core_agrees(const Projected& x, const AttentionSizes& s, const AttentionOptions& options) {
-  if (x.q.is_cpu() || x.q.is_meta()) return false;
-  if (options.need_weights || options.dropout_p > 0 || given(options.bias) || options.softcap) return false;
-  if (s.kv_len.sym_eq(0).guard_or_true(__FILE__, __LINE__)) return false;
-  const bool hides = given(options.mask) || given(options.key_lengths) || options.is_causal;
-  return !hides || at::isTensorSubclassLike(x.q) || (known_finite(x.q) && known_finite(x.k) && known_finite(x.v));
-}
-
-// softmax(Q K^T) V in (B, Lq, H * Dv) by at::scaled_dot_product_attention.
-Tensor fused_core(const Projected& x, const AttentionSizes& s, const AttentionOptions& options) {
-  OptionalTensor mask, dead;
-  if (!only_causal(options)) mask = visible_keys(s, options, x.q.device());
-  if (mask) {
-    // A dead row sees every key in the fused kernel, which keeps it finite, and is then replaced.
-    dead = mask->any(-1, true).logical_not();
-    mask = mask->logical_or(*dead).expand_symint({s.batch, s.heads, s.q_len, s.kv_len});
-  }
-  const auto v = x.v_heads(s);
-  auto output = at::scaled_dot_product_attention(x.q_heads(s), x.k_heads(s), v, mask, 0.0, options.is_causal && !mask,
-                                                 options.scale,
-                                                 /*enable_gqa=*/s.heads != s.kv_heads);
-  if (dead) {
-    auto instead = options.uniform_dead_rows ? v.mean(-2, true) : at::zeros_like(v.slice(-2, 0, 1));
-    if (s.heads != s.kv_heads) instead = instead.repeat_interleave_symint(s.heads / s.kv_heads, 1);
-    output = at::where(*dead, instead, output);
-  }
-  return merge_heads(output);
 }
 
 // The gradients of y = x w^T + b, summed over batch and length.
@@ -102,10 +60,9 @@ std::tuple<Tensor, Tensor> multi_head_attention(const Tensor& query, const Tenso
   const auto s = check_layer("multi_head_attention", query, key, value, p, num_heads, options).core;
   check_key_length_values("multi_head_attention", options.key_lengths, s.kv_len);
   const auto x = project(query, key, value, p);
-  if (fused_core_agrees(x, s, options)) {
-    return {at::linear(fused_core(x, s, options), p.w_o, p.b_o), at::empty({0}, query.options())};
-  }
-  const auto [heads, weights, logsumexp] = composite::attention(x.q_heads(s), x.k_heads(s), x.v_heads(s), options);
+  auto core = options;
+  core.need_logsumexp = false;
+  const auto [heads, weights, logsumexp] = composite::attention(x.q_heads(s), x.k_heads(s), x.v_heads(s), core);
   return {at::linear(merge_heads(heads), p.w_o, p.b_o), weights};
 }
 

@@ -5,8 +5,7 @@
 
 namespace mha_ext::composite {
 
-// The same as mha_ext::multi_head_attention. On devices other than the CPU the core runs in the fused kernels of
-// at::scaled_dot_product_attention when they compute the same thing.
+// The same as mha_ext::multi_head_attention.
 std::tuple<at::Tensor, at::Tensor> multi_head_attention(const at::Tensor& query, const at::Tensor& key,
                                                         const at::Tensor& value, const Projections& projections,
                                                         int64_t num_heads, const AttentionOptions& options);

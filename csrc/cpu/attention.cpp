@@ -183,7 +183,7 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
     return;
   }
   p.output = view_of(output);
-  p.logsumexp = view_of(logsumexp);
+  if (options.need_logsumexp) p.logsumexp = view_of(logsumexp);
   at::Tensor mean, mean_of_heads;
   if (options.need_weights && p.kv_len > 0) {
     p.average_weights = options.average_weights;
@@ -256,7 +256,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query
   const AttentionOptions options = composite::with_seed(given);
   const at::Tensor output = empty_output(sizes, query.options());
   const at::Tensor weights = empty_weights(sizes, options, query.options());
-  const at::Tensor logsumexp = empty_logsumexp(sizes, query.options());
+  const at::Tensor logsumexp = empty_logsumexp(sizes, options, query.options());
   attention_into(query, key, value, options, output, weights, logsumexp);
   return {output, weights, logsumexp};
 }

@@ -69,7 +69,7 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
   saved.v = live.values.put(linear(live.values.take(value), p.w_v, p.b_v));
   saved.context = empty_features(s.batch, s.q_len, s.heads * s.value_dim, query.options());
   saved.weights = empty_weights(s, options, query.options());
-  saved.logsumexp = empty_logsumexp(s, query.options());
+  saved.logsumexp = empty_logsumexp(s, options, query.options());
   attention_into(heads_of(saved.q, s.heads, s.head_dim), heads_of(saved.k, s.kv_heads, s.head_dim),
                  heads_of(saved.v, s.kv_heads, s.value_dim), options, heads_of(saved.context, s.heads, s.value_dim),
                  saved.weights, saved.logsumexp);

@@ -15,7 +15,7 @@ using OptionalTensor = std::optional<Tensor>;
 ThreeTensors attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
   const auto s = check_attention("attention", query, key, value, options);
   return {empty_output(s, query.options()), empty_weights(s, options, query.options()),
-          empty_logsumexp(s, query.options())};
+          empty_logsumexp(s, options, query.options())};
 }
 
 FourTensors attention_backward(const Tensor& grad_output, const OptionalTensor& grad_weights,
@@ -45,7 +45,7 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
            empty_features(s.batch, s.kv_len, s.kv_heads * s.head_dim, tensor_options),
            empty_features(s.batch, s.kv_len, s.kv_heads * s.value_dim, tensor_options),
            empty_features(s.batch, s.q_len, s.heads * s.value_dim, tensor_options),
-           empty_weights(s, options, tensor_options), empty_logsumexp(s, tensor_options)}};
+           empty_weights(s, options, tensor_options), empty_logsumexp(s, options, tensor_options)}};
 }
 
 LayerGrads multi_head_attention_backward(const Tensor& grad_output, const OptionalTensor& grad_weights,

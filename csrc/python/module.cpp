@@ -1,5 +1,6 @@
 // `_C`: what Python asks the library about itself, and the settings for tests and tuning. No operators: those are
 // reached through torch.ops.mha_ext. Types for Python: mha_ext/_C.pyi.
+#include "composite/fused.h"
 #include "cpu/brgemm.h"
 #include "cpu/dispatch.h"
 #include "cpu/linear.h"
@@ -90,4 +91,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("forward_queries"), py::arg("forward_keys"), py::arg("backward_queries"), py::arg("backward_keys"),
       "Sets what tile_size gives; not while another thread runs an operator.");
+  m.def(
+      "set_fused_on_cpu", &mha_ext::composite::set_fused_on_cpu, py::arg("on"),
+      "Lets the composite kernels use PyTorch's fused attention for tensors of the CPU as they do for other devices'.");
 }

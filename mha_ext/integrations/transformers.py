@@ -183,6 +183,9 @@ def attend(
         together = _same_sequence(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len)
         mask = together if mask is None else mask & together
     need_weights = _weights_are_wanted(module, output_attentions)
+    if s_aux is not None and sinks is not None:
+        raise ValueError("mha_ext: expected either s_aux or sinks, got both")
+    sink = sinks if s_aux is None else s_aux
     output, weights, logsumexp = ops.attention(
         query,
         key,
@@ -195,10 +198,8 @@ def attend(
         scale=scaling,
         need_weights=need_weights,
         softcap=softcap,
+        need_logsumexp=sink is not None,
     )
-    if s_aux is not None and sinks is not None:
-        raise ValueError("mha_ext: expected either s_aux or sinks, got both")
-    sink = sinks if s_aux is None else s_aux
     factors = [] if sink is None else [_share_of_the_keys(logsumexp, sink)]
     factors += [] if head_mask is None else [_head_factors(head_mask, query.size(1))]
     for factor in factors:

@@ -365,6 +365,7 @@ def attend(
         causal_bottom_right=is_causal and extra > 0,  # the extra keys shift the corner
         average_weights=average_weights,
         weights_before_dropout=weights_before_dropout,
+        need_logsumexp=False,
     )
     if need_weights and extra > 0:
         weights = weights.roll(-extra, -1)

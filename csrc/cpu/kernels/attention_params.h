@@ -58,7 +58,7 @@ struct AttentionParams {
   bool few_rows = false;  // too few rows share a key head for copies of keys and values to pay
   Dropout dropout;
   TileSize tile;
-  View output, weights, logsumexp;  // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1)
+  View output, weights, logsumexp;  // (B, H, Lq, Dv), (B, H, Lq, Lk) or absent, (B, H, Lq, 1) or absent
 
   int64_t group() const { return heads / kv_heads; }
   // The rows that are numbered through and cut into blocks: those of all query heads that share a key head, or of one

@@ -138,7 +138,7 @@ void finish_rows(const AttentionParams& p, ForwardScratch<T>& s, const Tile& t) 
     const SoftmaxRow<T>& row = s.rows[t.row + i];
     const bool dead = row.sum == T(0);
     const T lse = logsumexp(row);
-    store_row(p.logsumexp, t.batch, t.head, t.query + i, 0, 1, T(1), &lse);
+    if (p.logsumexp) store_row(p.logsumexp, t.batch, t.head, t.query + i, 0, 1, T(1), &lse);
     const T normalizer = dead ? T(0) : T(1) / row.sum;
     T inverse = dead ? T(0) : keep_scale / row.sum;
     if (dead && p.uniform_dead_rows) {
