@@ -85,8 +85,9 @@ def attention(
 
     Returns output (B, H, Lq, Dv), followed by weights (B, H, Lq, Lk), or (B, Lq, Lk) with average_weights, if
     need_weights and logsumexp (B, H, Lq) if need_logsumexp: a tensor if neither is asked for, else a tuple. Gradients
-    flow through all of them. A query that sees no key gets 0, weights 0 and logsumexp -inf. Raises ValueError or
-    TypeError for input that does not fit.
+    flow through all of them. A query that sees no key gets 0, weights 0 and logsumexp -inf. TorchScript, which knows no
+    optional keyword-only arguments, compiles torch.ops.mha_ext.attention instead. Raises ValueError or TypeError for
+    input that does not fit.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):

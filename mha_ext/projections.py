@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as _nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 # The second is the first under a name that dynamic quantisation passes over; torch.nn.MultiheadAttention has it.
 _PLAIN_LAYERS = (nn.Linear, NonDynamicallyQuantizableLinear)
-_PLAIN_TENSORS = (nn.Parameter, Tensor)
+# The last two stand for plain ones where there are no values: while a graph is recorded.
+_PLAIN_TENSORS = (nn.Parameter, Tensor, FakeTensor, FunctionalTensor)
 _linear_forward = nn.Linear.forward
 _module_call = nn.Module.__call__
 _module_call_impl = nn.Module._call_impl
@@ -24,12 +28,20 @@ def modules_are_called_plainly() -> bool:
         or _nn_module._global_backward_pre_hooks
         or nn.Linear.forward is not _linear_forward
         or NonDynamicallyQuantizableLinear.forward is not _linear_forward
-        or nn.Module.__call__ is not _module_call
+        or (nn.Module.__call__ is not _module_call and not _is_only_traced())
         or nn.Module._call_impl is not _module_call_impl
         or nn.functional.linear is not _functional_linear
         or "__call__" in nn.Linear.__dict__
         or "__call__" in NonDynamicallyQuantizableLinear.__dict__
     )
+
+
+def _is_only_traced() -> bool:
+    """Whether modules are called otherwise only because torch.export or make_fx records what they compute.
+
+    fx.symbolic_trace replaces the same call, but to make nodes of modules, and has no proxy mode.
+    """
+    return getattr(nn.Module.__call__, "__wrapped__", None) is _module_call and get_proxy_mode() is not None
 
 
 def plain_parameters(module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:

@@ -431,7 +431,7 @@ def _may_be_read(x: Tensor) -> bool:
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-        or not is_plain(x)
+        or type(x) not in (Tensor, torch.nn.Parameter)
         or not x.is_cpu
         or x.requires_grad
     )

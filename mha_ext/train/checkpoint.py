@@ -116,12 +116,23 @@ def build_model(settings: Settings, characters: str) -> CharacterModel:
     )
 
 
+def trained_model(checkpoint: Checkpoint, path: Path) -> CharacterModel:
+    """The model of the checkpoint at `path`, as it was saved."""
+    model = build_model(checkpoint.settings, checkpoint.characters)
+    restore_values(model, checkpoint, path)
+    return model
+
+
 def restore(model: CharacterModel, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, path: Path) -> None:
     """Brings model and optimizer to where the checkpoint was saved."""
-    if not loads(restore_model, model, checkpoint):
-        raise TrainError(f"{path} is the checkpoint of another model than its settings describe")
+    restore_values(model, checkpoint, path)
     if not loads(restore_optimizer, optimizer, checkpoint):
         raise TrainError(f"{path} is damaged: its optimizer is not that of this model after step {checkpoint.step}")
+
+
+def restore_values(model: CharacterModel, checkpoint: Checkpoint, path: Path) -> None:
+    if not loads(restore_model, model, checkpoint):
+        raise TrainError(f"{path} is the checkpoint of another model than its settings describe")
 
 
 def loads(restore_part: Callable[[Any, Checkpoint], bool], part: object, checkpoint: Checkpoint) -> bool:

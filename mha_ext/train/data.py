@@ -31,9 +31,6 @@ class Batch:
     def tokens(self) -> int:
         return int((self.targets != UNKNOWN).sum())
 
-    def first(self, rows: int) -> Batch:
-        return Batch(tuple(x[:rows] for x in self.inputs), self.targets[:rows])
-
     def to(self, device: torch.device) -> Batch:
         return Batch(tuple(x.to(device) for x in self.inputs), self.targets.to(device))
 

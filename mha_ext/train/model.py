@@ -25,8 +25,9 @@ EMBEDDING_SCALE = 0.5  # initial standard deviation of token embeddings, amplitu
 class CharacterModel(nn.Module):
     """A model that carries its vocabulary: an exported one turns text into ids and back wherever it is loaded."""
 
-    def __init__(self, characters: str) -> None:
+    def __init__(self, characters: str, context: int) -> None:
         super().__init__()
+        self.context = context  # the longest sequence that it takes
         self.characters: list[str] = list(characters)
         self.character_ids: dict[str, int] = {c: FIRST_CHARACTER + i for i, c in enumerate(characters)}
         self.vocabulary_size = FIRST_CHARACTER + len(characters)
@@ -121,8 +122,7 @@ class Decoder(CharacterModel):
     def __init__(
         self, characters: str, *, attention: str, context: int, d_model: int, heads: int, layers: int, dropout: float
     ) -> None:
-        super().__init__(characters)
-        self.context = context
+        super().__init__(characters, context)
         self.embedding = Embedding(self.vocabulary_size, context, d_model, dropout)
         self.blocks = nn.ModuleList(
             [SelfAttentionBlock(attention, d_model, heads, dropout, is_causal=True) for _ in range(layers)]
@@ -133,6 +133,11 @@ class Decoder(CharacterModel):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, L) int64, L <= context -> logits (B, L, V) of the character after each."""
+        return self.write(ids)
+
+    @torch.jit.export
+    def write(self, ids: Tensor) -> Tensor:
+        """What forward computes; `generate` calls this, as torch.jit.trace has no forward to call."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
@@ -143,7 +148,7 @@ class Decoder(CharacterModel):
         """Continues ids (B, L), L >= 1, by `length` characters -> (B, L + length); temperature 0: the likeliest."""
         with torch.no_grad():
             for _ in range(length):
-                logits = self.forward(ids[:, -self.context :])
+                logits = self.write(ids[:, -self.context :])
                 ids = torch.cat([ids, choose(logits[:, -1], temperature, 3)], dim=1)
         return ids
 

@@ -13,7 +13,7 @@ import torch
 from .checkpoint import CHECKPOINT, Checkpoint, save, write_atomically
 from .data import Windows, fingerprint
 from .errors import Diverged, TrainError
-from .export import compare, export
+from .export import FORMATS, agreement, export
 from .loop import Trainer, evaluate
 from .model import CharacterModel, Decoder
 from .report import Metrics, Progress, Row, duration, median, say, write_curve
@@ -22,8 +22,7 @@ from .seq2seq import LinePairs, Seq2Seq
 from .settings import Settings
 from .signals import StopRequest
 
-METRICS, CURVE, SAMPLE, EXPORT = "metrics.csv", "curve.png", "sample.txt", "model.pt"
-EXPORTED_SETTINGS = ("model", "attention", "context", "d_model", "heads", "layers", "dropout")
+METRICS, CURVE, SAMPLE = "metrics.csv", "curve.png", "sample.txt"
 PROGRAM = "python -m mha_ext train"
 
 
@@ -108,7 +107,7 @@ class Run:
 
     def finish(self) -> None:
         """Curve, sample, export; then the summary, so that the files are there even if nobody reads it."""
-        s, folder, data = self.settings, self.folder, self.trainer.data
+        s, folder = self.settings, self.folder
         files = [(CHECKPOINT, f"to go on: --resume {shlex.quote(str(folder))} --steps N"), (METRICS, "a row per step")]
         notes: list[str] = []
         no_curve = write_curve(folder / CURVE, self.metrics.rows, self.title())
@@ -123,10 +122,10 @@ class Run:
 
         checked = "left out (--no-export)"
         if self.with_export:
-            export(self.model, {name: getattr(s, name) for name in EXPORTED_SETTINGS}, folder / EXPORT)
-            difference, largest = compare(self.model, folder / EXPORT, next(data.held_out_batches()).first(8))
-            checked = f"loaded again; logits (up to {largest:.3g}) equal eager's within {difference:.2g}"
-            files.append((EXPORT, "TorchScript with its vocabulary: import mha_ext; torch.jit.load"))
+            exported = FORMATS["torchscript"]
+            export("torchscript", self.model, s, folder / exported.file_name)
+            checked = agreement("torchscript", self.model, folder / exported.file_name)
+            files.append((exported.file_name, f"TorchScript with its vocabulary: {exported.how_to_load}"))
         if not self.quiet:
             say("", *("  | " + line for line in sample.splitlines()), "")
         say(*self.summary(checked), *(f"  {name:<14} {meaning}" for name, meaning in files), *notes)

@@ -58,8 +58,7 @@ class Seq2Seq(CharacterModel):
     def __init__(
         self, characters: str, *, attention: str, context: int, d_model: int, heads: int, layers: int, dropout: float
     ) -> None:
-        super().__init__(characters)
-        self.context = context
+        super().__init__(characters, context)
         # One embedding for both sides: a character copied from source to target meets itself.
         self.embedding = Embedding(self.vocabulary_size, context, d_model, dropout)
         self.encoder = nn.ModuleList(
