@@ -29,8 +29,8 @@ What is exported, and how:
 Results are equal up to rounding, as the order of sums is the runtime's. float16 and bfloat16 are computed in float32
 and rounded at the end, as in the engine.
 
-What differs: ONNX adds masks to the scores, so a NaN or infinity behind a mask reaches the results (keys that no query
-sees are safe where our modules call their projections, which they do in an export); key_lengths out of range are no
+What differs: ONNX adds masks to the scores, so a NaN or infinity in a key that only some queries see reaches the others
+(keys that no query sees are cleared, unless only the end of is_causal hides them); key_lengths out of range are no
 error; a size of 0 is served if the model is exported with it, while the kernel of onnxruntime refuses it where the size
 is dynamic. Dropout is refused: export in eval mode.
 
@@ -307,7 +307,7 @@ class _Attention:
 
     def __init__(self, nodes: _Nodes, sizes: _Sizes, query: Value, key: Value, value: Value, options: _Options) -> None:
         self.nodes, self.op, self.sizes, self.options = nodes, nodes.op, sizes, options
-        self.query, self.key, self.value = query, key, value
+        self.query, self.key = query, key
         self.scale = 1 / math.sqrt(sizes.head_dim) if options.scale is None else options.scale
         self.bottom_right = options.causal_bottom_right and not sizes.square()
         self.mask = nodes.in_four_dimensions(options.mask)
@@ -317,6 +317,9 @@ class _Attention:
         alone = options.mask is None and options.bias is None and options.key_lengths is None
         self.only_causal = options.is_causal and not self.bottom_right and alone
         self.shown = self._all_of(self.mask, self.lengths, None if self.only_causal else self._causal())
+        self.seen = self._all_of(self.shown, self._where_bias_is_finite())
+        self.all_values = value
+        self.key, self.value = self._cleared(key), self._cleared(value)
 
     # --- What is seen ---------------------------------------------------------------------------------------------
 
@@ -349,13 +352,21 @@ class _Attention:
                 seen = condition if seen is None else self.op.And(seen, condition)
         return seen
 
+    def _where_bias_is_finite(self) -> Value:
+        if self.bias is None:
+            return None
+        return self.op.Not(self.op.Equal(self.bias, self.nodes.number(-math.inf)))
+
+    def _cleared(self, x: Value) -> Value:
+        """Key or value with 0 for what no query sees: times a weight of 0, a NaN there would not be 0."""
+        if self.seen is None or self.sizes.empty():
+            return x
+        by_some = self.op.ReduceMax(self.seen, self.nodes.integers(1, 2), keepdims=1)  # (B or 1, 1, 1, Lk or 1)
+        return self.op.Where(self.op.Transpose(by_some, perm=[0, 1, 3, 2]), x, self.nodes.number(0.0))
+
     def _sees_keys(self) -> Value:
         """bool (B or 1, H or 1, Lq or 1, 1), or None if every query does"""
-        finite = None
-        if self.bias is not None:
-            finite = self.op.Not(self.op.Equal(self.bias, self.nodes.number(-math.inf)))
-        seen = self._all_of(self.shown, finite)
-        return None if seen is None else self.op.ReduceMax(seen, self.nodes.integers(-1), keepdims=1)
+        return None if self.seen is None else self.op.ReduceMax(self.seen, self.nodes.integers(-1), keepdims=1)
 
     def _attn_mask(self) -> Value:
         """What hides and what is added in one: bool or floating (B or 1, H or 1, Lq, Lk), or None.
@@ -440,7 +451,7 @@ class _Attention:
         """Output and weights of a query that sees no key."""
         if not self.options.uniform_dead_rows:
             return self.nodes.number(0.0), self.nodes.number(0.0)
-        mean = self.op.ReduceMean(self._for_query_heads(self.value), self.nodes.integers(2), keepdims=1)
+        mean = self.op.ReduceMean(self._for_query_heads(self.all_values), self.nodes.integers(2), keepdims=1)
         return mean, self.op.Reciprocal(self.op.Cast(self.nodes.size(self.key, 2), to=self.nodes.accumulate))
 
     # --- Attention in primitives ----------------------------------------------------------------------------------
