@@ -7,5 +7,7 @@ memory.py    peak memory of one implementation, in a process of its own
 machine.py   what this machine can do: FMA, exp, read bandwidth, linear layers
 report.py    tables, JSON, comparison with an earlier run
 plots.py     pictures
+models.py    whole models before and after replace_attention
+compiled.py  torch.compile against eager mode
 cli.py       the command
 """

@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from mha_ext.cli import CommandError, Parser, fail
 
-from . import machine, models, plots, report
+from . import compiled, machine, models, plots, report
 from .peers import OURS
 from .rows import ROWS, select
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         rows = select(arguments.rows)
         old = report.load(arguments.compare) if arguments.compare else None
         _check_writable(arguments)
-        _check_models_alone(arguments)
+        _check_alone(arguments)
     except (ValueError, OSError) as error:
         return _fail(error)
     if arguments.list:
@@ -51,7 +52,9 @@ def main(argv: list[str]) -> int:
     probed = machine.probe()
     _say(arguments, probed.describe())
     if arguments.models:
-        return _models(arguments, probed)
+        return _table(arguments, probed, models)
+    if arguments.compiled:
+        return _table(arguments, probed, compiled)
 
     measured = []
     _say(arguments, report.text_line(report.headings(arguments.targets)))
@@ -68,21 +71,20 @@ def main(argv: list[str]) -> int:
     return _finish(arguments, report.make_report(probed, measured), old)
 
 
-def _models(arguments: argparse.Namespace, probed: machine.Machine) -> int:
-    """Whole models before and after replace_attention."""
-    _say(arguments, models.text_line(list(models.HEADINGS)))
+def _table(arguments: argparse.Namespace, probed: machine.Machine, what: ModuleType) -> int:
+    """A table other than that of the rows: `models` or `compiled`."""
+    _say(arguments, what.text_line(list(what.HEADINGS)))
     budget = QUICK_BUDGET_SECONDS if arguments.quick else 3 * BUDGET_SECONDS
     lines = []
     try:
-        for subject in models.subjects(arguments.quick):
-            for work in ("eval", "train"):
-                lines.append(models.measure(subject, work, budget))
-                _say(arguments, models.text_line(lines[-1]))
-        table = models.markdown(lines, probed.describe())
+        for line in what.measurements(arguments.quick, budget):
+            lines.append(line)
+            _say(arguments, what.text_line(line))
+        table = what.markdown(lines, probed.describe())
         if arguments.markdown == "-":
             print(table)
         elif arguments.markdown:
-            report.replace_marked(Path(arguments.markdown), table, models.MARKS)
+            report.replace_marked(Path(arguments.markdown), table, what.MARKS)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
@@ -126,6 +128,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--rows", metavar="NAME,..", help="only these rows; globs such as 'plain-*' are understood")
     add("--models", action="store_true", help="whole models before and after replace_attention instead of rows")
+    add("--compiled", action="store_true", help="training under torch.compile against eager mode instead of rows")
     add("--list", action="store_true", help="list the rows and stop")
     add("--quick", action="store_true", help="about half a second a row: a first impression")
     add("--threads", type=_positive, metavar="N", help="threads to compute with (default: torch's choice)")
@@ -140,7 +143,7 @@ def _parser() -> Parser:
         const="-",
         metavar="FILE",
         help=f"print the table as markdown, or put it into FILE between {report.MARKS[0]} and {report.MARKS[1]} "
-        "(whole models: between such marks with 'models')",
+        "(--models and --compiled: between such marks with 'models' and 'compiled')",
     )
     return parser
 
@@ -151,11 +154,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _check_models_alone(arguments: argparse.Namespace) -> None:
-    """Raises for options that --models has no use for."""
-    for name in ("rows", "json", "compare", "plot", "targets", "compile"):
-        if arguments.models and getattr(arguments, name):
-            raise ValueError(f"bench: expected --models without --{name}, got both")
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Raises for options that --models and --compiled have no use for."""
+    for table in ("models", "compiled"):
+        for name in ("rows", "json", "compare", "plot", "targets", "compile", "models", "compiled"):
+            if name != table and getattr(arguments, table) and getattr(arguments, name):
+                raise ValueError(f"bench: expected --{table} without --{name}, got both")
 
 
 def _check_writable(arguments: argparse.Namespace) -> None:

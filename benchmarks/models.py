@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import mha_ext
 
+from . import report
 from .timing import in_turns, quartiles, ratios
 
 MARKS = ("<!-- models: begin -->", "<!-- models: end -->")
@@ -83,6 +84,13 @@ def subjects(quick: bool = False) -> Iterator[Subject]:
         yield subject
 
 
+def measurements(quick: bool, budget: float) -> Iterator[list[str]]:
+    """The lines of the table, each once it is measured."""
+    for subject in subjects(quick):
+        yield measure(subject, "eval", budget)
+        yield measure(subject, "train", budget)
+
+
 def measure(subject: Subject, work: Literal["eval", "train"], budget: float) -> list[str]:
     """The cells of one line; takes about `budget` seconds.
 
@@ -120,11 +128,10 @@ def _train(subject: Subject, model: nn.Module) -> None:
 
 def text_line(cells: list[str]) -> str:
     """One line of the table on a terminal."""
-    return "  ".join(f"{text:<{width}}" for text, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+    return report.text_line(cells, _WIDTHS)
 
 
 def markdown(lines: list[list[str]], machine: str) -> str:
     """The table for the README, with the machine named under it."""
-    rows = [list(HEADINGS), ["---"] * len(HEADINGS), *lines]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    table = report.markdown_table(HEADINGS, lines)
     return f"{table}\n\n{machine}. The ratio is the original's time over that of the replaced model, taken in turns."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .machine import Machine
@@ -122,10 +122,14 @@ def _mebibytes(figures: dict | None) -> str:
 _WIDTHS = (27, 26, 9, 19, 18, 6, 7, 15)
 
 
-def text_line(texts: Iterable[str]) -> str:
+def text_line(texts: Iterable[str], widths: tuple[int, ...] = _WIDTHS) -> str:
     """One line of the table on a terminal."""
-    *first, last = (f"{text:<{width}}" for text, width in zip(texts, (*_WIDTHS, 0), strict=False))
+    *first, last = (f"{text:<{width}}" for text, width in zip(texts, (*widths, 0), strict=False))
     return "  ".join([*first, last]).rstrip()
+
+
+def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *lines))
 
 
 def headings(targets: bool) -> list[str]:
@@ -134,8 +138,7 @@ def headings(targets: bool) -> list[str]:
 
 def markdown(report: dict, targets: bool) -> str:
     """The table for the README, with the machine named under it."""
-    lines = [headings(targets), ["---"] * len(headings(targets)), *(cells(row, targets) for row in report["rows"])]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    table = markdown_table(headings(targets), (cells(row, targets) for row in report["rows"]))
     return f"{table}\n\n{Machine(**report['machine']).describe()}. {_LEGEND}"
 
 

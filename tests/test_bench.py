@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import models, peers, report
+from benchmarks import compiled, models, peers, report
 from benchmarks.machine import Machine
 from benchmarks.rows import ROWS, Target, select
 from benchmarks.timing import in_turns, quartiles, ratios
@@ -187,9 +188,10 @@ def test_a_model_is_measured_before_and_after(work):
     assert models.markdown([cells], "a CPU").count("\n|") == 2
 
 
-def test_models_are_measured_without_options_of_rows(capsys):
-    assert main(["--models", "--rows", "plain-*"]) == 2
-    assert capsys.readouterr().err == "bench: expected --models without --rows, got both\n"
+@pytest.mark.parametrize("other", [["--rows", "plain-*"], ["--compile"], ["--compiled"]], ids=lambda other: other[0])
+def test_models_are_measured_without_options_of_rows(other, capsys):
+    assert main(["--models", *other]) == 2
+    assert capsys.readouterr().err == f"bench: expected --models without {other[0]}, got both\n"
 
 
 def test_models_that_disagree_are_an_error():
@@ -203,3 +205,29 @@ def test_a_model_without_attention_is_an_error():
     subject = models.Subject("linear", torch.nn.Linear(2, 2), lambda model: model(torch.ones(1, 2)))
     with pytest.raises(RuntimeError, match="expected attention to replace in linear, got none"):
         models.measure(subject, "eval", budget=0.01)
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------
+
+
+def test_compiled_command(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{compiled.MARKS[0]}\nold\n{compiled.MARKS[1]}\nafter\n")
+    for name in ("layer", "block"):
+        small = functools.partial(getattr(compiled, name), 2, 8, 16, 2)
+        monkeypatch.setattr(compiled, name, lambda *_, small=small: small())
+    assert main(["--compiled", "--quick", "--markdown", str(path)]) == 0
+    text, printed = path.read_text(), capsys.readouterr().out
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    for name in ("mha_ext.MultiHeadAttention, (2, 8, 16, 2)", "pre-norm Transformer block, (2, 8, 16, 2)"):
+        assert f"| {name} | {compiled.EAGER} |" in text and name in printed
+    assert "| the block with SDPA, compiled |" in text and text.count("\n|") == 5
+
+
+def test_compiled_modules_that_disagree_are_an_error():
+    subject = compiled.layer(2, 8, 16, 2)
+    subject.others["another"] = compiled.layer(2, 8, 16, 2).module
+    with pytest.raises(
+        RuntimeError, match="expected mha_ext.MultiHeadAttention.* and another to agree, got a difference"
+    ):
+        compiled.measure(subject, budget=0.01)

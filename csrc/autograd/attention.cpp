@@ -18,6 +18,8 @@ using torch::autograd::variable_list;
 
 // Not in the unnamed namespace: profiles and grad_fn.name() show its name.
 struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
+  static constexpr bool is_traceable = true;  // compiled autograd may run the backward on fake tensors
+
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& bias, AttentionOptions options) {
     at::AutoDispatchBelowADInplaceOrView guard;

@@ -29,6 +29,8 @@ bool composite_is_needed(const LayerInputs& inputs) { return inside_functorch() 
 
 // Not in the unnamed namespace: profiles and grad_fn.name() show its name.
 struct MultiHeadAttentionBackward : torch::autograd::Function<MultiHeadAttentionBackward> {
+  static constexpr bool is_traceable = true;  // see attention.cpp
+
   // The flat arguments are those that autograd tracks.
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& w_q, const Tensor& w_k, const Tensor& w_v, const Tensor& w_o,
@@ -94,6 +96,10 @@ TwoTensors multi_head_attention(const Tensor& query, const Tensor& key, const Te
   }
   const auto results = MultiHeadAttentionBackward::apply(query, key, value, p.w_q, p.w_k, p.w_v, p.w_o, p.b_q, p.b_k,
                                                          p.b_v, p.b_o, options.bias, num_heads, options);
+  if (query.is_same(key) && query.is_same(value)) {
+    // The gradient of the one input arrives whole as the query's. Compiled autograd would add the absent ones to it.
+    for (const auto absent : {kKey, kValue}) results[0].grad_fn()->set_next_edge(absent, torch::autograd::Edge());
+  }
   return {results[0], results[1]};
 }
 

@@ -253,7 +253,8 @@ Tensor dropout_keep(const Tensor& seed, const SymInt& batch, const SymInt& heads
 AttentionOptions with_seed(const AttentionOptions& options) {
   if (options.dropout_p == 0 || given(options.seed)) return options;
   auto seeded = options;
-  seeded.seed = at::randint(std::numeric_limits<int64_t>::max(), {}, at::TensorOptions().dtype(at::kLong));
+  // The device is said: torch.compile asks the call for it when it draws again within a checkpoint.
+  seeded.seed = at::randint(std::numeric_limits<int64_t>::max(), {}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   return seeded;
 }
 
