@@ -323,8 +323,9 @@ def test_checkpoints_draw_the_same_again(backend, order, draws_of_eager):
 
 
 @pytest.mark.filterwarnings("error:.*The output of this custom operator")  # results that share memory
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}], ids=["weights", "no weights"])
 @pytest.mark.parametrize("kind", ["self-attention", "cross-attention", "called projections"])
-def test_compiled_autograd(kind):
+def test_compiled_autograd(kind, options):
     """A forward in eager mode whose backward is compiled: one graph, for one input as for three."""
     module = mha_ext.MultiHeadAttention(E, HEADS, dropout=0.5)
     if kind == "called projections":
@@ -334,9 +335,10 @@ def test_compiled_autograd(kind):
         (x, x, x) if kind != "cross-attention" else (x, *(torch.randn(2, 11, E, requires_grad=True) for _ in range(2)))
     )
     leaves = [*dict.fromkeys(inputs), *module.parameters()]
-    expected = results_and_gradients(flat(module), inputs, leaves)
+    run = functools.partial(flat(module), **options)
+    expected = results_and_gradients(run, inputs, leaves)
     torch.manual_seed(1)
-    y = flat(module)(*inputs)
+    y = run(*inputs)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         y.backward(y.detach().cos())
     assert_equal_bits([y.detach(), *(leaf.grad for leaf in leaves)], expected)

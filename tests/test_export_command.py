@@ -171,10 +171,10 @@ def test_one_clear_sentence(options: list[str], message: str, capsys: pytest.Cap
     assert Path("run", CHECKPOINT).read_bytes() == before
 
 
-def test_without_a_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(capsys: pytest.CaptureFixture[str]) -> None:
     make_run()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    assert main(["run", "--to", "aoti"]) == 2
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert main(["run", "--to", "aoti"]) == 2
     assert "AOTInductor needs a C++ compiler" in capsys.readouterr().err
     assert not Path("run/package.pt2").exists()
 

@@ -2,6 +2,7 @@
 // backward, forward mode, functorch transforms) takes the composite form, which autograd differentiates by itself.
 #include "../composite/attention.h"
 #include "../flat_signatures.h"
+#include "../outputs.h"
 #include "saved_options.h"
 #include "transforms.h"
 
@@ -30,13 +31,12 @@ struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
     SavedOptions saved(ctx, options);
     saved.save({query, key, value, output, weights, logsumexp});
     ctx->saved_data["need_bias_grad"] = requires_grad(bias);
-    if (!options.need_logsumexp) logsumexp = at::empty({0}, logsumexp.options());
-    variable_list without_gradient;
-    if (!options.need_weights) without_gradient.push_back(weights);
-    if (!options.need_logsumexp) without_gradient.push_back(logsumexp);
-    ctx->mark_non_differentiable(without_gradient);
     ctx->set_materialize_grads(false);
-    return {output, weights, logsumexp};
+    // Only what is wanted: compiled autograd knows no results without gradients.
+    variable_list wanted = {output};
+    if (options.need_weights) wanted.push_back(weights);
+    if (options.need_logsumexp) wanted.push_back(logsumexp);
+    return wanted;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -44,11 +44,17 @@ struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
     const AttentionSaved saved = {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]};
     const Tensor grad_output =
         grads[0].defined() ? grads[0] : at::zeros({}, saved.output.options()).expand_as(saved.output);
-    const auto given = [](const Tensor& grad) { return grad.defined() ? OptionalTensor(grad) : std::nullopt; };
+    auto next = grads.begin() + 1;
+    const auto gradient = [&](bool wanted) -> OptionalTensor {
+      if (!wanted) return std::nullopt;
+      const Tensor& grad = *next++;
+      return grad.defined() ? OptionalTensor(grad) : std::nullopt;
+    };
+    const OptionalTensor grad_weights = gradient(options.need_weights);
+    const OptionalTensor grad_logsumexp = gradient(options.need_logsumexp);
     const bool need_bias_grad = ctx->saved_data["need_bias_grad"].toBool();
-    auto [grad_query, grad_key, grad_value, grad_bias] = mha_ext::attention_backward(
-        grad_output, options.need_weights ? given(grads[1]) : std::nullopt,
-        options.need_logsumexp ? given(grads[2]) : std::nullopt, saved, options, need_bias_grad);
+    auto [grad_query, grad_key, grad_value, grad_bias] =
+        mha_ext::attention_backward(grad_output, grad_weights, grad_logsumexp, saved, options, need_bias_grad);
     return {grad_query, grad_key, grad_value, need_bias_grad ? grad_bias : Tensor(), Tensor()};
   }
 };
@@ -65,7 +71,14 @@ ThreeTensors attention(const Tensor& query, const Tensor& key, const Tensor& val
     return mha_ext::attention(query, key, value, options);
   }
   const auto results = AttentionBackward::apply(query, key, value, options.bias, options);
-  return {results[0], results[1], results[2]};
+  auto next = results.begin() + 1;
+  const auto result = [&](bool wanted, at::ScalarType dtype) {
+    return wanted ? *next++ : at::empty({0}, query.options().dtype(dtype));
+  };
+  const auto dtype = query.scalar_type();
+  const Tensor weights = result(options.need_weights, dtype);
+  const Tensor logsumexp = result(options.need_logsumexp, accumulate_dtype(dtype));
+  return {results[0], weights, logsumexp};
 }
 
 FourTensors attention_backward(const Tensor& grad_output, const OptionalTensor& grad_weights,

@@ -50,9 +50,8 @@ struct MultiHeadAttentionBackward : torch::autograd::Function<MultiHeadAttention
     c10::List<bool> wanted;
     for (const auto& input : inputs_of(query, key, value, projections, bias)) wanted.push_back(requires_grad(input));
     ctx->saved_data["wanted"] = wanted;
-    if (!options.need_weights) ctx->mark_non_differentiable({saved.weights});
     ctx->set_materialize_grads(false);
-    return {output, saved.weights};
+    return options.need_weights ? variable_list{output, saved.weights} : variable_list{output};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -100,7 +99,7 @@ TwoTensors multi_head_attention(const Tensor& query, const Tensor& key, const Te
     // The gradient of the one input arrives whole as the query's. Compiled autograd would add the absent ones to it.
     for (const auto absent : {kKey, kValue}) results[0].grad_fn()->set_next_edge(absent, torch::autograd::Edge());
   }
-  return {results[0], results[1]};
+  return {results[0], options.need_weights ? results[1] : at::empty({0}, query.options())};
 }
 
 // Called by itself with gradients wanted, the forward that returns its intermediate results is the composite one.
