@@ -45,19 +45,32 @@ def _hidden_keys(
     A NaN there would reach the gradients of projections that are called, as 0 NaN = NaN. A query that sees no key uses
     the values of all.
     """
-    seen = _seen_keys(query, key, is_causal, bottom_right, key_lengths)
+    q_len, kv_len = query.size(1), key.size(1)
+    if kv_len == 0:
+        return None
+    seen = None if key_lengths is None else masks.padding(key_lengths, kv_len)
     if mask is not None:
         seen = mask if seen is None else seen & mask
     if bias is not None:
         shown = bias != -float("inf")
         seen = shown if seen is None else seen & shown
-    if seen is None or key.size(1) == 0:
-        return None
+    if seen is None:
+        if not is_causal:
+            return None
+        seen = torch.ones([1, 1, 1, 1], dtype=torch.bool, device=query.device)
     while seen.dim() < 4:
         seen = seen.unsqueeze(0)
-    seen = seen.expand(-1, -1, -1, key.size(1))
-    unseen = seen.flatten(1, 2).any(1).logical_not().unsqueeze(-1)
-    dead = seen.any(-1).logical_not().flatten(1).any(1)
+    seen = seen.expand(-1, -1, -1, kv_len)
+    first = last = kv_len  # how many keys the first and the last query may see
+    if is_causal:
+        if seen.size(2) == 1:  # the same for all queries: two of them tell what (Lq, Lk) would
+            first = min(max(kv_len - q_len if bottom_right else 0, -1) + 1, kv_len)
+            last = kv_len if bottom_right else min(q_len, kv_len)
+        else:
+            seen = seen & masks.causal(q_len, kv_len, bottom_right, query.device)
+    unseen = seen.flatten(1, 2).any(1).logical_not()
+    unseen = (unseen | (torch.arange(kv_len, device=query.device) >= last)).unsqueeze(-1)
+    dead = seen[..., :first].any(-1).logical_not().flatten(1).any(1)
     return unseen, unseen & dead.logical_not().view(-1, 1, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import warnings
 from pathlib import Path
@@ -99,8 +100,11 @@ def test_torch_is_found(where: str, installed: Path, tmp_path: Path) -> None:
     assert f"torch at {expected}\n" in result.stdout
 
 
-def test_a_torch_that_was_found_before_is_used(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", ["file", "function"])
+def test_a_torch_that_was_found_before_is_used(scope: str, installed: Path, tmp_path: Path) -> None:
     before = "find_package(Torch REQUIRED)"
+    if scope == "function":  # which leaves the target, but no variable
+        before = f"function(find)\n{before}\nendfunction()\nfind()"
     after = 'if(TARGET mha_ext::torch_cpu)\n  message(FATAL_ERROR "two of them")\nendif()\n'
     result = configure(tmp_path, cmake_dir(installed), before, after, CMAKE_PREFIX_PATH=torch.utils.cmake_prefix_path)
     assert result.returncode == 0, result.stderr
@@ -116,7 +120,13 @@ def test_another_release_of_torch_is_refused(installed: Path, tmp_path: Path) ->
     assert f"mha_ext: expected torch {release}, for which it was built, got '2.1.0'" in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("wanted, found", [("0.1", True), ("0.0.1", False), ("1.0", False)])
+def test_a_torch_that_was_named_must_be_there(installed: Path, tmp_path: Path) -> None:
+    result = configure(tmp_path, cmake_dir(installed), MHA_EXT_TORCH_DIR=tmp_path / "nowhere")
+    assert result.returncode != 0
+    assert "mha_ext: expected PyTorch with its C++ headers in" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("wanted, found", [("0.1", True), ("0.0.1", False), ("1.0", False), ("COMPONENTS no", False)])
 def test_the_version_is_told(wanted: str, found: bool, installed: Path, tmp_path: Path) -> None:
     result = configure(tmp_path, cmake_dir(installed), f"find_package(mha_ext {wanted} REQUIRED)")
     assert (result.returncode == 0) == found, result.stderr
@@ -174,14 +184,29 @@ def test_a_program_runs_a_package(programs: Path, trained: Path, scripted: torch
         assert found == written(scripted, prompt, characters) + "\n"
 
 
-@pytest.mark.parametrize("program", ["generate", "fine_tune", "generate_package"])
-def test_a_missing_model_is_one_sentence(program: str, programs: Path, tmp_path: Path) -> None:
-    arguments = {"generate": ["a"], "fine_tune": ["text", "1", "tuned.pt"], "generate_package": ["a"]}[program]
-    command = [str(programs / program), str(tmp_path / "none.pt2"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate none.pt a",
+        "generate {model} ''",
+        "generate {model} a ten",
+        "generate {model} a 10 nan",
+        "fine_tune none.pt text.txt 1 tuned.pt",
+        "fine_tune {model} none.txt 1 tuned.pt",
+        "fine_tune {model} {text} -2 tuned.pt",
+        "fine_tune {model} {text} 1 /dev/full",
+        "generate_package none.pt2 a",
+        "generate_package /tmp a",
+        "generate_package {model} a",
+    ],
+)
+def test_what_is_wrong_is_one_sentence(command: str, programs: Path, trained: Path, tmp_path: Path) -> None:
+    program, *arguments = shlex.split(command.format(model=trained / "model.pt", text=trained.parent / "text.txt"))
+    result = subprocess.run([programs / program, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1
-    assert re.fullmatch(rf"{program}: .+\n", result.stderr)
-    usage = subprocess.run(command[:1], capture_output=True, text=True)
+    assert re.fullmatch(rf"{program}: .+\n", result.stderr), result.stderr
+    assert not list(tmp_path.iterdir())
+    usage = subprocess.run([programs / program], capture_output=True, text=True)
     assert usage.returncode == 2 and usage.stderr.startswith(f"usage: {program} ")
 
 

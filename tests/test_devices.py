@@ -195,6 +195,7 @@ FORBIDDEN = {
     "weights": {"need_weights": True},
     "dropout": {"dropout_p": 0.5},
     "softcap": {"softcap": 1.0},
+    "negative scale": {"scale": -0.5, "is_causal": True},
     "wider bias": {"bias": torch.randn(5, 6).double()},
 }
 

@@ -141,11 +141,21 @@ def test_out_and_a_checkpoint_by_name(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_not_the_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_run()
     export.export("torchscript", model, Settings(), Path("model.pt"))
-    for value in (1.0, float("nan")):
+    for value, message in ((1.0, "the export to torchscript differs"), (float("nan"), "logits that are not finite")):
         with torch.no_grad():
             model.head.bias[3] += value
-        with pytest.raises(TrainError, match=r"the export model.pt differs from the model by"):
+        with pytest.raises(TrainError, match=message):
             export.compare("torchscript", model, Path("model.pt"))
+
+
+def test_what_is_not_the_model_is_not_written() -> None:
+    model = make_run()
+    Path("model.pt").write_text("the one before")
+    with torch.no_grad():
+        model.head.bias[3] = float("nan")
+    with pytest.raises(TrainError, match="logits that are not finite"):
+        export.export("torchscript", model, Settings(), Path("model.pt"))
+    assert Path("model.pt").read_text() == "the one before"
 
 
 @pytest.mark.parametrize(

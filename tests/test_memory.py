@@ -47,7 +47,14 @@ def layer(length):
     x = torch.randn(1, length, 16, requires_grad=True)
     module(x, x, x, is_causal=True, need_weights=False)[0].sum().backward()
 
-call(300), layer(300)  # whatever is allocated once
+def called(length):  # padding, and projections that are called as modules
+    module = mha_ext.MultiHeadAttention(16, 2)
+    module.W_o.register_forward_hook(lambda *_: None)
+    x = torch.randn(1, length, 16, requires_grad=True)
+    lengths = torch.tensor([length - 1])
+    module(x, x, x, is_causal=True, key_lengths=lengths, need_weights=False)[0].sum().backward()
+
+call(300), layer(300), called(300)  # whatever is allocated once
 found = {{}}
 def measure(name, f):
     before = reset_peak()
@@ -56,6 +63,7 @@ def measure(name, f):
 
 {calls}
 measure("layer", lambda: layer(L))
+measure("called projections", lambda: called(L))
 measure("no grad", lambda: call(L, backward=False))
 for dtype in (torch.float64, torch.bfloat16, torch.float16):
     measure(str(dtype), lambda: call(L, dtype))
@@ -76,7 +84,10 @@ def growth() -> dict[str, float]:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("name", [*FEATURES, "layer", "no grad", "torch.float64", "torch.bfloat16", "torch.float16"])
+OTHERS = ("layer", "called projections", "no grad", "torch.float64", "torch.bfloat16", "torch.float16")
+
+
+@pytest.mark.parametrize("name", [*FEATURES, *OTHERS])
 def test_memory_is_linear_in_length(growth, name):
     assert growth[name] < WITHIN_MB, f"{name}: peak grew by {growth[name]:.0f} MB"
 

@@ -234,15 +234,17 @@ def features(batch: int = 2, length: int = 5, width: int = 16) -> Tensor:
     return torch.randn(batch, length, width)
 
 
-def test_layer_of_any_size():
+@pytest.mark.parametrize("weights", [False, True])
+def test_layer_of_any_size(weights):
     layer = mha_ext.MultiHeadAttention(16, 4).eval()
     sizes = {"query": {0: B, 1: L}, "key": {0: B, 1: S}, "value": {0: B, 1: S}, "key_lengths": {0: B}}
     x, lengths = features(), torch.tensor([5, 2])
-    graph = exported(layer, x, x, x, options={"dynamic_shapes": sizes}, key_lengths=lengths)
-    assert operators(graph)["Attention"] == 1
-    assert_same(graph, layer, x, x, x, key_lengths=lengths)
+    sizes["need_weights"] = None
+    graph = exported(layer, x, x, x, options={"dynamic_shapes": sizes}, key_lengths=lengths, need_weights=weights)
+    assert operators(graph)["Attention"] == (0 if weights else 1)
+    assert_same(graph, layer, x, x, x, key_lengths=lengths, need_weights=weights)
     y, lengths = features(3, 7), torch.tensor([7, 0, 1])
-    assert_same(graph, layer, features(3, 4), y, y, key_lengths=lengths)
+    assert_same(graph, layer, features(3, 4), y, y, key_lengths=lengths, need_weights=weights)
 
 
 def test_padding_may_hold_anything():
@@ -250,6 +252,32 @@ def test_padding_may_hold_anything():
     x, y, lengths = features(), features(), torch.tensor([5, 2])
     y[1, 2:] = float("nan")
     assert_same(exported(layer, x, y, y, key_lengths=lengths), layer, x, y, y, key_lengths=lengths)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_of_any_length_are_computed_with(average):
+    """ONNX's shape inference gives the weights of its Attention a last size of 0 where it is dynamic."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = mha_ext.nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            weights = self.attention(x, x, x, average_attn_weights=average)[1]
+            return weights[..., 1:], torch.cat([weights, weights], -1)
+
+    model = Model().eval()
+    graph = exported(model, torch.randn(2, 6, 16), options={"dynamic_shapes": ({1: L},)})
+    assert_same(graph, model, torch.randn(2, 9, 16))
+
+
+def test_no_file_of_an_opset_that_is_not_reached(tmp_path):
+    with pytest.raises(ValueError, match="onnx.export: expected opset_version that torch and onnxscript reach"):
+        mha_onnx.export(
+            mha_ext.MultiHeadAttention(16, 4).eval(), (features(),) * 3, tmp_path / "x.onnx", opset_version=99
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_numpy_class():
@@ -301,7 +329,7 @@ class Functional(nn.Module):
         p = self.layer
         return mha_ext.nn.functional.multi_head_attention_forward(
             query, key, value, 16, 4, p.in_proj_weight, p.in_proj_bias, None, None, False, 0.0,
-            p.out_proj.weight, p.out_proj.bias, training=False,
+            p.out_proj.weight, p.out_proj.bias, training=False, need_weights=False,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ loop. The first derivative that autograd takes is the engine's, everything else 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import mha_ext
-from tests import documents
+from tests import documents, reference
 from tests.cases import Case, all_pairs, make
-from tests.checks import plain_attention, plain_multi_head_attention
+from tests.checks import composite, plain_attention, plain_multi_head_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*torch.jit.* is deprecated")
 
@@ -330,6 +330,59 @@ def test_hidden_keys_reach_no_derivative(transform):
     _, compute = TRANSFORMS[transform]
     found, expected = (compute(functools.partial(loss, keys), x, v) for keys in (hidden, memory))
     torch.testing.assert_close(found, expected)
+
+
+HIDING = {
+    "lengths": {"key_lengths": torch.tensor([3, 0])},
+    "dead rows that take the mean": {"key_lengths": torch.tensor([3, 1]), "uniform_dead_rows": True},
+    "mask": {"mask": torch.tensor([True, True, True, False, False])},
+    "bias": {"bias": torch.tensor([0, 1, 0, -torch.inf, -torch.inf])},
+    "causal": {"is_causal": True},
+    "causal and mask": {"is_causal": True, "mask": torch.tensor([True, False, True, True, True])},
+    "causal from the bottom": {"is_causal": True, "causal_bottom_right": True},
+}
+
+
+@pytest.mark.parametrize("how", ["autograd", "create_graph", "func.grad", "composite", "second"])
+@pytest.mark.parametrize("hide", HIDING)
+def test_hidden_rows_reach_no_weight(hide, how):
+    """NaN in rows of a layer's inputs that no result depends on, as if there were zeros."""
+    options = HIDING[hide]
+    q_len = 7 if hide == "causal from the bottom" else 3
+    inputs = [torch.randn(2, length, 4, dtype=torch.float64) for length in (q_len, 5, 5)]
+    weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    spoiled = [x.clone() for x in inputs]
+    seen = reference.visible((2, 2, q_len, 5), **{k: v for k, v in options.items() if k != "uniform_dead_rows"})
+    seen = torch.from_numpy(seen).expand(2, 2, q_len, 5)
+    spoiled[0][~seen.any(3).any(1)] = torch.nan
+    for x in spoiled[1:]:
+        x[~seen.any(2).any(1)] = torch.nan
+    assert any(x.isnan().any() for x in spoiled)
+
+    def loss(weights: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        op = functools.partial(composite, ops.multi_head_attention) if how == "composite" else None
+        arguments = (query, key, value, *weights, None, None, None, None, 2)
+        return (op or ops.multi_head_attention)(*arguments, need_weights=False, **options)[0].sin().sum()
+
+    def gradients(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if how == "func.grad":
+            return grad(loss)(tuple(weights), *inputs)
+        first = torch.autograd.grad(loss(weights, *inputs), weights, create_graph=how in ("create_graph", "second"))
+        return torch.autograd.grad(sum(g.square().sum() for g in first), weights) if how == "second" else first
+
+    for found, expected in zip(gradients(spoiled), gradients(inputs), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_hidden_score_that_overflows_reaches_no_derivative():
+    q, k, v = torch.randn(3, 1, 1, 3, 2)
+    q[0, 0, 2], k[0, 0, 2] = torch.tensor([3e19, 3e19]), torch.tensor([3e19, -3e19])  # their product is inf - inf
+
+    def loss(q: Tensor) -> Tensor:
+        return ops.attention(q, k, v, key_lengths=torch.tensor([2]), softcap=5.0)[0][:, :, :2].square().sum()
+
+    expected = torch.autograd.grad(loss(q.requires_grad_()), q)[0]
+    torch.testing.assert_close(grad(loss)(q.detach()), expected)
 
 
 @pytest.mark.parametrize("name", ["masked, biased, capped", "layer with options"])

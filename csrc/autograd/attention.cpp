@@ -1,6 +1,7 @@
 // One autograd node for the core operator. The first backward runs in the engine; whatever needs more than that (double
 // backward, forward mode, functorch transforms) takes the composite form, which autograd differentiates by itself.
 #include "../composite/attention.h"
+#include "../checks.h"
 #include "../flat_signatures.h"
 #include "../outputs.h"
 #include "saved_options.h"
@@ -62,6 +63,7 @@ struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
 namespace {
 
 ThreeTensors attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& given) {
+  if (!all_defined({query, key, value})) check_attention("attention", query, key, value, given);  // throws
   if (inside_functorch() || any_tangent({query, key, value, given.bias})) {
     return composite::attention(query, key, value, given);
   }

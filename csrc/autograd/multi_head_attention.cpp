@@ -1,5 +1,6 @@
 // One autograd node for a whole layer; see attention.cpp.
 #include "../composite/multi_head_attention.h"
+#include "../checks.h"
 #include "../composite/attention.h"
 #include "../flat_signatures.h"
 #include "saved_options.h"
@@ -86,6 +87,9 @@ namespace {
 
 TwoTensors multi_head_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Projections& p,
                                 int64_t num_heads, const AttentionOptions& given) {
+  if (!all_defined({query, key, value, p.w_q, p.w_k, p.w_v, p.w_o})) {
+    check_layer("multi_head_attention", query, key, value, p, num_heads, given);  // throws
+  }
   const LayerInputs inputs = inputs_of(query, key, value, p, given.bias);
   if (composite_is_needed(inputs)) return composite::multi_head_attention(query, key, value, p, num_heads, given);
   const AttentionOptions options = composite::with_seed(given);

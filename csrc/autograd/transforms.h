@@ -7,9 +7,17 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <functional>
+#include <initializer_list>
 #include <optional>
 
 namespace mha_ext::autograd {
+
+// Undefined tensors, which C++ programs can pass, must not meet autograd's own code, which expects none.
+inline bool all_defined(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return tensor.defined(); });
+}
 
 inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined() && tensor->requires_grad();

@@ -129,6 +129,7 @@ Softmax softmax(const Tensor& query, const Tensor& key, const AttentionSizes& s,
   auto scores = dots(query, key, visible.has_value()) * score_scale(s, options);
   OptionalTensor slope;
   if (options.softcap) {
+    if (visible) scores = select(*visible, scores, 0.0);  // a product that overflowed would have a derivative of NaN
     const auto tanh = (scores / *options.softcap).tanh();
     scores = tanh * *options.softcap;
     slope = 1 - tanh * tanh;

@@ -84,6 +84,8 @@ bool fused_attention_serves(const Tensor& query, const Tensor& key, const Tensor
                             const AttentionOptions& options) {
   if (query.is_meta() || (query.is_cpu() && !fused_on_cpu)) return false;
   if (options.need_weights || options.need_logsumexp || options.dropout_p > 0 || options.softcap) return false;
+  // They scale what is hidden, too: -inf times 0 or less is no longer -inf.
+  if (options.scale && *options.scale <= 0) return false;
   // They add the bias in query's dtype, and scale no empty row.
   if (given(options.bias) && options.bias->scalar_type() != query.scalar_type()) return false;
   for (const auto& size : {s.batch, s.heads, s.q_len, s.kv_len}) {

@@ -14,6 +14,8 @@ using at::Tensor;
 using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
 
+bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
 // (B, L, heads * dim) seen as (B, heads, L, dim).
 Tensor split_heads(const Tensor& x, const SymInt& heads, const SymInt& dim) {
   return x.view_symint({x.sym_size(0), x.sym_size(1), heads, dim}).transpose(1, 2);
@@ -21,6 +23,49 @@ Tensor split_heads(const Tensor& x, const SymInt& heads, const SymInt& dim) {
 
 // (B, heads, L, dim), stored as (B, L, heads, dim), seen as (B, L, heads * dim).
 Tensor merge_heads(const Tensor& x) { return x.transpose(1, 2).flatten(2); }
+
+// What a layer is given, with 0 in the rows that no result depends on: a NaN there would reach the gradients of the
+// projections, as 0 NaN = NaN.
+struct Inputs {
+  Tensor query, key, value;  // (B, L, features)
+
+  Inputs(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionSizes& s,
+         const AttentionOptions& options)
+      : query(query), key(key), value(value) {
+    const bool others = given(options.mask) || given(options.bias) || given(options.key_lengths);
+    if (others) {
+      clear_hidden(s, options);
+    } else if (options.is_causal) {
+      clear_beyond_causal(s, options);
+    }
+  }
+
+ private:
+  void clear_hidden(const AttentionSizes& s, const AttentionOptions& options) {
+    auto seen = *visible_keys(s, options, query.device());
+    while (seen.dim() < 4) seen = seen.unsqueeze(0);               // (B, H, Lq, Lk), or 1 in any place
+    const auto dead = seen.any(3).logical_not();                   // (B, H, Lq)
+    auto unseen = seen.any(2).any(1).logical_not().unsqueeze(-1);  // (B, Lk, 1)
+    query = query.masked_fill(dead.all(1).unsqueeze(-1), 0.0);
+    key = key.masked_fill(unseen, 0.0);
+    if (options.uniform_dead_rows) unseen = unseen.logical_and(dead.any(2).any(1).logical_not().view({-1, 1, 1}));
+    value = value.masked_fill(unseen, 0.0);
+  }
+
+  // Without the mask that is_causal stands for.
+  void clear_beyond_causal(const AttentionSizes& s, const AttentionOptions& options) {
+    const auto positions = [&](const SymInt& length) {
+      return at::arange(length, at::TensorOptions().dtype(at::kLong).device(query.device())).unsqueeze(-1);
+    };
+    if (options.causal_bottom_right) {
+      query = query.masked_fill(positions(s.q_len) < s.q_len - s.kv_len, 0.0);
+    } else {
+      const auto unseen = positions(s.kv_len) >= s.q_len;
+      key = key.masked_fill(unseen, 0.0);
+      value = value.masked_fill(unseen, 0.0);
+    }
+  }
+};
 
 struct Projected {
   Tensor q, k, v;  // (B, L, features)
@@ -30,9 +75,9 @@ struct Projected {
   Tensor v_heads(const AttentionSizes& s) const { return split_heads(v, s.kv_heads, s.value_dim); }
 };
 
-Projected project(const Tensor& query, const Tensor& key, const Tensor& value, const Projections& p) {
-  return {at::linear(query, p.w_q, p.b_q).contiguous(), at::linear(key, p.w_k, p.b_k).contiguous(),
-          at::linear(value, p.w_v, p.b_v).contiguous()};
+Projected project(const Inputs& x, const Projections& p) {
+  return {at::linear(x.query, p.w_q, p.b_q).contiguous(), at::linear(x.key, p.w_k, p.b_k).contiguous(),
+          at::linear(x.value, p.w_v, p.b_v).contiguous()};
 }
 
 // The gradients of y = x w^T + b, summed over batch and length.
@@ -47,7 +92,8 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto s = check_layer("multi_head_attention", query, key, value, p, num_heads, options).core;
   check_key_length_values("multi_head_attention", options.key_lengths, s.kv_len);
-  const auto x = project(query, key, value, p);
+  const Inputs inputs(query, key, value, s, options);
+  const auto x = project(inputs, p);
   const auto [heads, weights, logsumexp] = composite::attention(x.q_heads(s), x.k_heads(s), x.v_heads(s), options);
   const auto context = merge_heads(heads);
   return {at::linear(context, p.w_o, p.b_o), {x.q, x.k, x.v, context, weights, logsumexp}};
@@ -59,7 +105,8 @@ std::tuple<Tensor, Tensor> multi_head_attention(const Tensor& query, const Tenso
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto s = check_layer("multi_head_attention", query, key, value, p, num_heads, options).core;
   check_key_length_values("multi_head_attention", options.key_lengths, s.kv_len);
-  const auto x = project(query, key, value, p);
+  const Inputs inputs(query, key, value, s, options);
+  const auto x = project(inputs, p);
   auto core = options;
   core.need_logsumexp = false;
   const auto [heads, weights, logsumexp] = composite::attention(x.q_heads(s), x.k_heads(s), x.v_heads(s), core);
@@ -76,7 +123,8 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
                                       saved, num_heads, options, self_attention, output_mask)
                      .core;
   check_key_length_values("multi_head_attention_backward", options.key_lengths, s.kv_len);
-  const auto x = project(query, key, value, p);
+  const Inputs inputs(query, key, value, s, options);
+  const auto x = project(inputs, p);
   const auto q = x.q_heads(s), k = x.k_heads(s), v = x.v_heads(s);
   LayerGrads grads;
   const auto set = [&](LayerGrad which, const auto& compute) {
@@ -101,9 +149,9 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
     set(kKey, [&] { return input_grad(grad_k, p.w_k); });
     set(kValue, [&] { return input_grad(grad_v, p.w_v); });
   }
-  set(kWq, [&] { return weight_grad(grad_q, query); });
-  set(kWk, [&] { return weight_grad(grad_k, key); });
-  set(kWv, [&] { return weight_grad(grad_v, value); });
+  set(kWq, [&] { return weight_grad(grad_q, inputs.query); });
+  set(kWk, [&] { return weight_grad(grad_k, inputs.key); });
+  set(kWv, [&] { return weight_grad(grad_v, inputs.value); });
   set(kBq, [&] { return bias_grad(grad_q); });
   set(kBk, [&] { return bias_grad(grad_k); });
   set(kBv, [&] { return bias_grad(grad_v); });

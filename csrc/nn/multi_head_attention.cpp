@@ -40,7 +40,10 @@ std::tuple<at::Tensor, at::Tensor> MultiHeadAttentionImpl::forward(const at::Ten
     return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
   };
   AttentionOptions attention;
-  if (mask.defined()) attention.mask = mask.scalar_type() == at::kBool ? mask : mask.ne(0);
+  if (mask.defined()) {
+    const bool as_it_is = mask.scalar_type() == at::kBool || mask.layout() != at::kStrided;  // the latter is refused
+    attention.mask = as_it_is ? mask : mask.ne(0);
+  }
   attention.bias = given(bias);
   attention.is_causal = is_causal;
   attention.dropout_p = is_training() ? options.dropout() : 0.0;

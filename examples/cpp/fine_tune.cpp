@@ -1,5 +1,7 @@
 // Goes on training the TorchScript model that `python -m mha_ext train` exports (the decoder) on another text:
 //   fine_tune runs/.../model.pt text.txt steps tuned.pt
+#include "program.h"
+
 #include <torch/script.h>
 #include <torch/torch.h>
 
@@ -16,8 +18,10 @@ torch::Tensor windows(const torch::Tensor& ids, int64_t batch, int64_t length) {
 
 int tune(const char* model_file, const char* text_file, int64_t steps, const char* result_file) {
   auto model = torch::jit::load(model_file);
+  std::ifstream file(text_file);
   std::ostringstream text;
-  text << std::ifstream(text_file).rdbuf();
+  text << file.rdbuf();
+  TORCH_CHECK(file && text, "expected a text file, got '", text_file, "', which cannot be read");
   const auto ids = model.get_method("encode")({text.str()}).toTensor();
   const int64_t length = model.attr("context").toInt();
   TORCH_CHECK(ids.size(0) > length, "expected a text of more than ", length, " characters, got ", ids.size(0));
@@ -48,10 +52,5 @@ int main(int argc, char** argv) {
     std::cerr << "usage: fine_tune MODEL.pt TEXT STEPS RESULT.pt\n";
     return 2;
   }
-  try {
-    return tune(argv[1], argv[2], std::atoll(argv[3]), argv[4]);
-  } catch (const c10::Error& error) {
-    std::cerr << "fine_tune: " << error.what_without_backtrace() << "\n";
-    return 1;
-  }
+  return run("fine_tune", [&] { return tune(argv[1], argv[2], static_cast<int64_t>(number(argv[3])), argv[4]); });
 }

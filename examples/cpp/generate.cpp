@@ -1,25 +1,28 @@
 // Text from the TorchScript model that `python -m mha_ext train` exports (the decoder):
 //   generate runs/.../model.pt "How it begins" [characters] [temperature]
+#include "program.h"
+
 #include <torch/script.h>
 
-#include <cstdlib>
 #include <iostream>
 #include <string>
+
+std::string generate(const char* file, const std::string& prompt, int64_t characters, double temperature) {
+  TORCH_CHECK(!prompt.empty(), "expected a prompt of at least one character, got ''");
+  auto model = torch::jit::load(file);  // its vocabulary is in it: encode and decode are methods of the model
+  const auto ids = model.get_method("encode")({prompt}).toTensor().unsqueeze(0);
+  const auto written = model.get_method("generate")({ids, characters, temperature}).toTensor();
+  return model.get_method("decode")({written[0]}).toStringRef();
+}
 
 int main(int argc, char** argv) {
   if (argc < 3) {
     std::cerr << "usage: generate MODEL.pt PROMPT [CHARACTERS] [TEMPERATURE]\n";
     return 2;
   }
-  const int64_t characters = argc > 3 ? std::atoll(argv[3]) : 200;
-  const double temperature = argc > 4 ? std::atof(argv[4]) : 0.0;
-  try {
-    auto model = torch::jit::load(argv[1]);  // its vocabulary is in it: encode and decode are methods of the model
-    const auto prompt = model.get_method("encode")({std::string(argv[2])}).toTensor();
-    const auto ids = model.get_method("generate")({prompt.unsqueeze(0), characters, temperature}).toTensor();
-    std::cout << model.get_method("decode")({ids[0]}).toStringRef() << "\n";
-  } catch (const c10::Error& error) {
-    std::cerr << "generate: " << error.what_without_backtrace() << "\n";
-    return 1;
-  }
+  return run("generate", [&] {
+    const auto characters = static_cast<int64_t>(argc > 3 ? number(argv[3]) : 200);
+    std::cout << generate(argv[1], argv[2], characters, argc > 4 ? number(argv[4]) : 0.0) << "\n";
+    return 0;
+  });
 }

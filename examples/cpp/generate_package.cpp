@@ -1,15 +1,15 @@
 // Text from an AOTInductor package of the decoder, made by `python -m mha_ext export RUN --to aoti`:
 //   generate_package runs/.../package.pt2 "How it begins" [characters]
 // The package is a function from ids (B, L) to logits (B, L, V); the vocabulary stands in its metadata.
+#include "program.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <iostream>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -32,6 +32,8 @@ std::vector<std::string> characters_of(const std::string& text) {
 std::string generate(const char* package, const std::string& prompt, int64_t length) {
   torch::inductor::AOTIModelPackageLoader model(package);
   const auto metadata = model.get_metadata();
+  TORCH_CHECK(metadata.contains("model") && metadata.at("model") == "decoder",
+              "expected a package of the decoder, as `mha-ext export` writes it");
   const auto vocabulary = characters_of(metadata.at("characters"));
   const int64_t context = std::stoll(metadata.at("context"));
   std::map<std::string, int64_t> id_of;
@@ -39,7 +41,7 @@ std::string generate(const char* package, const std::string& prompt, int64_t len
 
   std::vector<int64_t> ids;
   for (const auto& character : characters_of(prompt)) ids.push_back(id_of.contains(character) ? id_of[character] : 0);
-  TORCH_CHECK(!ids.empty(), "expected a prompt of at least one character");
+  TORCH_CHECK(!ids.empty(), "expected a prompt of at least one character, got ''");
   std::string text = prompt;
   const c10::InferenceMode inference;
   for (int64_t i = 0; i < length; ++i) {
@@ -59,13 +61,8 @@ int main(int argc, char** argv) {
     std::cerr << "usage: generate_package PACKAGE.pt2 PROMPT [CHARACTERS]\n";
     return 2;
   }
-  try {
-    std::cout << generate(argv[1], argv[2], argc > 3 ? std::atoll(argv[3]) : 200) << "\n";
-  } catch (const c10::Error& error) {
-    std::cerr << "generate_package: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::out_of_range&) {
-    std::cerr << "generate_package: expected a package with its vocabulary, as `mha-ext export` writes it\n";
-    return 1;
-  }
+  return run("generate_package", [&] {
+    std::cout << generate(argv[1], argv[2], static_cast<int64_t>(argc > 3 ? number(argv[3]) : 200)) << "\n";
+    return 0;
+  });
 }

@@ -21,7 +21,8 @@ What is exported, and how:
     softcap                         Attention with softcap, if nothing hides or is added and the dtype is not float64:
                                     releases of ONNX differ in which comes first. Else MatMul, Tanh, Softmax, MatMul
     scale                           Attention with scale; a factor of the query if it is not positive, or in float64
-    need_weights                    the fourth output of Attention
+    need_weights                    the fourth output of Attention if Lk is a number; its size is inferred wrongly if Lk
+                                    is dynamic: then MatMul, Softmax, MatMul
     logsumexp, where it is used     MatMul and ReduceLogSumExp besides
     a query that sees no key        selected after Attention: 0, or the mean of the values
     whole layers                    MatMul and Add for the projections, around Attention
@@ -53,6 +54,8 @@ from torch.utils import _pytree as pytree
 FIRST_OPSET = 23  # the first that has Attention
 LENGTHS_OPSET = 24  # the first in which it takes lengths
 DEFAULT_OPSET = 23
+# Arguments of torch.onnx.export about the file, and what it does without them.
+_SAVING = {"export_params": True, "keep_initializers_as_inputs": False, "external_data": True}
 
 Value = Any  # a value of the graph that is being built (onnx_ir.Value); its sizes and dtype are known if torch gave it
 
@@ -79,13 +82,13 @@ def export(
     if not options.pop("dynamo", True):
         raise ValueError("onnx.export: expected dynamo=True, as opsets of the other exporter lack Attention, got False")
     opset = options.pop("opset_version", None) or DEFAULT_OPSET
+    how_to_save = {name: options.pop(name, default) for name, default in _SAVING.items()}
     table = {**translations(opset), **(options.pop("custom_translation_table", None) or {})}
     args, options["kwargs"] = _without_repeats((args, options.get("kwargs")))
     try:
         program = torch.onnx.export(
             model,
             args,
-            path,
             dynamo=True,
             opset_version=opset,
             custom_translation_table=table,
@@ -103,14 +106,24 @@ def export(
     reached = program.model.opset_imports[""]
     if reached != opset:
         raise ValueError(f"onnx.export: expected opset_version that torch and onnxscript reach, {reached}, got {opset}")
+    if path is not None:
+        program.save(
+            path,
+            include_initializers=how_to_save["export_params"],
+            keep_initializers_as_inputs=how_to_save["keep_initializers_as_inputs"],
+            external_data=how_to_save["external_data"],
+        )
     return program
 
 
 def translations(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Callable[..., Any]]:
     """The custom_translation_table of torch.onnx.export(dynamo=True) for our operators, for one opset_version.
 
-    Raises ValueError for an opset before 23, ImportError if onnx or onnxscript is missing.
+    Raises ValueError for an opset before 23, TypeError for one that is no int, ImportError if onnx or onnxscript is
+    missing.
     """
+    if not isinstance(opset, int):
+        raise TypeError(f"onnx.export: expected opset_version to be an int, got {type(opset).__name__}")
     if opset < FIRST_OPSET:
         raise ValueError(f"onnx.export: expected opset_version >= {FIRST_OPSET}, which has Attention, got {opset}")
     onnxscript = _import_onnxscript()
@@ -408,9 +421,13 @@ class _Attention:
         return output, weights, self.nodes.filled(-math.inf, rows)
 
     def _attention_says_the_same(self) -> bool:
-        """Whether the operator does what ours does in every release: softcap and masks changed places in one."""
+        """Whether the operator does what ours does in every release.
+
+        Softcap and masks changed places in one. The size of the weights is inferred as 0 where Lk is dynamic.
+        """
         unmasked = self.shown is None and self.bias is None and not self.only_causal
-        return self.options.softcap is None or (unmasked and not self.nodes.in_double)
+        capped_alike = self.options.softcap is None or (unmasked and not self.nodes.in_double)
+        return capped_alike and not (self.options.need_weights and not isinstance(self.sizes.kv_len, int))
 
     def _by_attention(self) -> tuple[Value, Value]:
         # The attribute is a positive float32; 1 stands for what is multiplied before.

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,11 +47,21 @@ class Format:
     load: Callable[[Path], Callable[..., Tensor]]  # -> logits as a function of the model's inputs
 
 
-def export(to: str, model: CharacterModel, settings: Settings, path: Path) -> None:
-    """Writes `model` to `path` in the format that `to` names, one of FORMATS."""
+def export(to: str, model: CharacterModel, settings: Settings, path: Path) -> str:
+    """Writes `model` to `path` in the format that `to` names, one of FORMATS, once it is shown to compute the same.
+
+    Returns what the comparison found, for people to read.
+    """
     with without_warnings():
         content = FORMATS[to].serialize(eager(model), description(model, settings))
+    # Loaded from a folder of its own, under its own name: PyTorch tells its archives by their names.
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of_it = Path(folder, path.name)
+        write_atomically(copy_of_it, content)
+        difference, largest = compare(to, model, copy_of_it)
     write_atomically(path, content)
+    sizes = len(sizes_compared(model))
+    return f"loaded again; logits (up to {largest:.3g}) equal eager's within {difference:.2g} at {sizes} sizes"
 
 
 def compare(to: str, model: CharacterModel, path: Path) -> tuple[float, float]:
@@ -62,19 +73,14 @@ def compare(to: str, model: CharacterModel, path: Path) -> tuple[float, float]:
         for batch, length in sizes_compared(model) * RUNS_COMPARED:
             inputs = example_inputs(model, batch, length)
             expected = model(*inputs)
+            if not expected.isfinite().all():
+                raise TrainError("the model gives logits that are not finite; there is nothing to export")
             # One that is not a number must not get lost in max().
             difference = max((exported(*inputs) - expected).abs().nan_to_num(float("inf")).max().item(), difference)
             largest = max(expected.abs().max().item(), largest)
     if not difference <= TOLERANCE * max(largest, 1.0):
-        raise TrainError(f"the export {path} differs from the model by {difference:.3g} in logits up to {largest:.3g}")
+        raise TrainError(f"the export to {to} differs from the model by {difference:.3g} in logits up to {largest:.3g}")
     return difference, largest
-
-
-def agreement(to: str, model: CharacterModel, path: Path) -> str:
-    """What `compare` found, for people to read."""
-    difference, largest = compare(to, model, path)
-    sizes = len(sizes_compared(model))
-    return f"loaded again; logits (up to {largest:.3g}) equal eager's within {difference:.2g} at {sizes} sizes"
 
 
 @contextmanager

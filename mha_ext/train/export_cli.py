@@ -10,7 +10,7 @@ from pathlib import Path
 from ..cli import CommandError, Parser, fail
 from .checkpoint import CHECKPOINT, load, trained_model
 from .errors import TrainError
-from .export import FORMATS, agreement, export
+from .export import FORMATS, export
 from .report import say
 
 PROGRAM = "python -m mha_ext export"
@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command with `argv` (without the program's name); returns the exit code."""
     try:
         options = make_parser().parse_args(argv)
+        if not options.run:  # to the system an empty name is the folder at hand
+            raise TrainError("RUN: expected the folder of a run, got ''")
         run(Path(options.run), options.to, options.out)
         return 0
     except CommandError as error:
@@ -69,8 +71,7 @@ def run(where: Path, to: str, out: str | None) -> None:
     model = trained_model(checkpoint, source)
     s = checkpoint.settings
     say(f"model    {s.model}, attention {s.attention}, after step {checkpoint.step} ({source})")
-    export(to, model, s, path)
-    say(f"export   {agreement(to, model, path)}", f"file     {path} ({FORMATS[to].how_to_load})")
+    say(f"export   {export(to, model, s, path)}", f"file     {path} ({FORMATS[to].how_to_load})")
 
 
 def choose_file(source: Path, to: str, out: str | None) -> Path:

@@ -13,7 +13,7 @@ import torch
 from .checkpoint import CHECKPOINT, Checkpoint, save, write_atomically
 from .data import Windows, fingerprint
 from .errors import Diverged, TrainError
-from .export import FORMATS, agreement, export
+from .export import FORMATS, export
 from .loop import Trainer, evaluate
 from .model import CharacterModel, Decoder
 from .report import Metrics, Progress, Row, duration, median, say, write_curve
@@ -123,8 +123,7 @@ class Run:
         checked = "left out (--no-export)"
         if self.with_export:
             exported = FORMATS["torchscript"]
-            export("torchscript", self.model, s, folder / exported.file_name)
-            checked = agreement("torchscript", self.model, folder / exported.file_name)
+            checked = export("torchscript", self.model, s, folder / exported.file_name)
             files.append((exported.file_name, f"TorchScript with its vocabulary: {exported.how_to_load}"))
         if not self.quiet:
             say("", *("  | " + line for line in sample.splitlines()), "")

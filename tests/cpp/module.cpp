@@ -126,6 +126,11 @@ void check_errors() {
   const auto x = torch::zeros({2, 4, 12});
   expect(error_of([&] { MultiHeadAttention(12, 3)->forward(x[0], x, x); }),
          "multi_head_attention: expected query of shape (B, Lq, E), got [4, 12]");
+  expect(error_of([&] { MultiHeadAttention(12, 3)->forward(x, {}, x); }),
+         "multi_head_attention: expected key to be a tensor, got an undefined one");
+  const auto heads = torch::zeros({2, 3, 4, 4}).requires_grad_();
+  expect(error_of([&] { mha_ext::attention(heads, heads, {}); }),
+         "attention: expected value to be a tensor, got an undefined one");
 }
 
 int main(int argc, char** argv) {
