@@ -16,8 +16,8 @@ from .report import say
 PROGRAM = "python -m mha_ext export"
 
 DESCRIPTION = """\
-Writes the model that a run of `train` left behind, whatever its attention, as a file that needs none of the Python
-code that made it. The vocabulary and the sizes go along. The file is loaded again, and its results are compared."""
+Writes the model that a run of `train` left behind, whatever its attention, as a file for programs without its Python
+code. The vocabulary and the sizes go along. What is written was loaded, and its results compared with the model's."""
 
 EPILOG = f"""\
 formats, and the file each becomes in the run's folder:
