@@ -31,46 +31,61 @@ def _seen_keys(
     return seen
 
 
+def _broadcasts(x: Tensor | None, shape: list[int], device: torch.device) -> bool:
+    """Whether an option is absent, or on `device` and of a size that broadcasts to `shape`."""
+    if x is None:
+        return True
+    if x.dim() > len(shape) or x.device != device:
+        return False
+    for i in range(x.dim()):
+        if x.size(-1 - i) != 1 and x.size(-1 - i) != shape[-1 - i]:
+            return False
+    return True
+
+
 def _hidden_keys(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
+    heads: int,
     mask: Tensor | None,
     bias: Tensor | None,
     is_causal: bool,
     bottom_right: bool,
     key_lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Keys and values that no query uses, two (B or 1, Lk, 1); None: all are used.
+    """Keys and values that no query uses, two (B or 1, Lk, 1); None: all are used, or the operator will refuse.
 
     A NaN there would reach the gradients of projections that are called, as 0 NaN = NaN. A query that sees no key uses
     the values of all.
     """
-    q_len, kv_len = query.size(1), key.size(1)
-    if kv_len == 0:
+    if mask is None and bias is None and key_lengths is None and not is_causal:
         return None
-    seen = None if key_lengths is None else masks.padding(key_lengths, kv_len)
-    if mask is not None:
-        seen = mask if seen is None else seen & mask
-    if bias is not None:
-        shown = bias != -float("inf")
-        seen = shown if seen is None else seen & shown
-    if seen is None:
-        if not is_causal:
+    batch, q_len, kv_len = query.size(0), query.size(1), key.size(1)
+    if kv_len == 0 or key.size(0) != batch or value.size(0) != batch or value.size(1) != kv_len:
+        return None
+    shape = [batch, heads, q_len, kv_len]
+    if not (_broadcasts(mask, shape, query.device) and _broadcasts(bias, shape, query.device)):
+        return None
+    seen = torch.ones([1, 1, 1, kv_len], dtype=torch.bool, device=query.device)
+    if key_lengths is not None:
+        if key_lengths.dim() != 1 or key_lengths.size(0) != batch or key_lengths.device != query.device:
             return None
-        seen = torch.ones([1, 1, 1, 1], dtype=torch.bool, device=query.device)
-    while seen.dim() < 4:
-        seen = seen.unsqueeze(0)
-    seen = seen.expand(-1, -1, -1, kv_len)
-    first = last = kv_len  # how many keys the first and the last query may see
+        seen = masks.padding(key_lengths, kv_len)
+    if mask is not None:
+        seen = seen & mask
+    if bias is not None:
+        seen = seen & (bias != -float("inf"))
+    by_first = by_last = seen  # what the first and the last query see; the others see no less, and no more
     if is_causal:
-        if seen.size(2) == 1:  # the same for all queries: two of them tell what (Lq, Lk) would
-            first = min(max(kv_len - q_len if bottom_right else 0, -1) + 1, kv_len)
-            last = kv_len if bottom_right else min(q_len, kv_len)
+        if seen.size(2) == 1:  # no (Lq, Lk) that nobody asked for
+            positions = torch.arange(kv_len, device=query.device)
+            offset = kv_len - q_len if bottom_right else 0
+            by_first, by_last = seen & (positions <= offset), seen & (positions < offset + q_len)
         else:
-            seen = seen & masks.causal(q_len, kv_len, bottom_right, query.device)
-    unseen = seen.flatten(1, 2).any(1).logical_not()
-    unseen = (unseen | (torch.arange(kv_len, device=query.device) >= last)).unsqueeze(-1)
-    dead = seen[..., :first].any(-1).logical_not().flatten(1).any(1)
+            by_first = by_last = seen & masks.causal(q_len, kv_len, bottom_right, query.device)
+    unseen = by_last.flatten(1, 2).any(1).logical_not().unsqueeze(-1)
+    dead = by_first.any(-1).logical_not().flatten(1).any(1)
     return unseen, unseen & dead.logical_not().view(-1, 1, 1)
 
 
@@ -78,6 +93,8 @@ def _added_mask(mask: Tensor, dtype: torch.dtype, seen: Tensor | None) -> Tensor
     """mask * -1e9, less what the seen keys of a row have in common: that changes no softmax, but saves the scores of a
     row of nothing but -1e9 from being rounded away."""
     mask = mask.to(dtype)
+    if mask.dim() == 0:
+        mask = mask.unsqueeze(0)
     if mask.size(-1) > 0 and (seen is None or seen.size(-1) > 0):
         least = mask if seen is None else torch.where(seen, mask, float("inf"))
         least = least.amin(-1, keepdim=True)
@@ -221,7 +238,9 @@ class MultiHeadAttention(nn.Module):
                 uniform_dead_rows=True,
             )
         else:
-            hidden = _hidden_keys(query, key, mask, bias, is_causal, causal_bottom_right, key_lengths)
+            hidden = _hidden_keys(
+                query, key, value, self.num_heads, mask, bias, is_causal, causal_bottom_right, key_lengths
+            )
             q = self.W_q(query)
             k = self.W_k(key if hidden is None else key.masked_fill(hidden[0], 0.0))
             v = self.W_v(value if hidden is None else value.masked_fill(hidden[1], 0.0))

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as pruning
 
 import mha_ext
+from mha_ext import modules
+from tests import reference
 from tests.documents import MultiHeadAttention as Document
 from tests.documents import NumpyMultiHeadAttention
 
@@ -645,3 +647,62 @@ def test_nan_that_no_query_sees_reaches_no_projection(hide, plain):
     (output.sum() + weights.square().sum()).backward()
     assert output.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("corner", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("q_len, kv_len", [(1, 3), (3, 1), (2, 5), (5, 2), (4, 4)])
+def test_keys_that_no_query_uses(q_len, kv_len, corner):
+    """Found without (Lq, Lk) where no option has it, they are those of the whole mask."""
+    options = {"is_causal": corner != "none", "bottom_right": corner == "bottom_right"}
+    query, key = torch.randn(2, q_len, 4), torch.randn(2, kv_len, 4)
+    shapes = [(), (kv_len,), (2, 1, 1, kv_len), (2, 1, kv_len), (q_len, 1), (q_len, kv_len)]
+    for mask_shape, hides_bias, lengths in itertools.product(shapes, (False, True), ((kv_len, kv_len), (1, 0))):
+        mask = torch.rand(mask_shape) < 0.6
+        bias = torch.zeros(kv_len).masked_fill(torch.rand(kv_len) < 0.3 * hides_bias, -torch.inf)
+        key_lengths = torch.tensor(lengths)
+        found = modules._hidden_keys(query, key, key, 2, mask, bias, key_lengths=key_lengths, **options)
+        seen = torch.from_numpy(
+            reference.visible(
+                (2, 2, q_len, kv_len),
+                mask=mask,
+                bias=bias,
+                key_lengths=key_lengths,
+                is_causal=options["is_causal"],
+                causal_bottom_right=options["bottom_right"],
+            )
+        ).expand(2, 2, q_len, kv_len)
+        unseen = ~seen.any(2).any(1)
+        dead = ~seen.any(3).all(2).all(1)
+        for actual, expected in zip(found, (unseen, unseen & ~dead[:, None]), strict=True):
+            assert torch.equal(actual.squeeze(-1).expand(2, kv_len), expected)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        ((2, 1, 1, 5, 5), {"key_lengths": torch.tensor([3, 5])}),
+        ((2, 2, 2, 5, 1), {"is_causal": True}),
+        ((2, 2, 2, 5, 5), {"key_lengths": torch.tensor([3, 5, 1])}),
+        ((2, 2, 2, 5, 5), {"mask": torch.ones(3, 4)}),
+        ((2, 2, 2, 5, 5), {"mask": torch.ones(3, 4), "is_causal": True}),
+        ((2, 2, 2, 5, 5), {"bias": torch.ones(1, 1, 1, 3, 5)}),
+        ((2, 2, 2, 5, 5), {"mask": torch.ones(3, 5, device="meta")}),
+    ],
+)
+def test_called_projections_change_no_error(sizes, options):
+    """Batches of query, key and value, lengths of key and value."""
+    layer = mha_ext.MultiHeadAttention(16, 2)
+    arguments = [torch.randn(b, length, 16) for b, length in zip(sizes[:3], (3, *sizes[3:]), strict=True)]
+    texts = []
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError)) as error:
+            layer(*arguments, **options)
+        texts.append(str(error.value).split(": expected ")[1].split()[0])
+        layer.W_o.register_forward_hook(lambda *_: None)
+    assert texts[0] == texts[1]
+
+
+def test_the_numpy_layer_takes_a_mask_without_dimensions():
+    layer, x = mha_ext.MultiHeadAttention.from_numpy(*[torch.randn(8, 8)] * 4, 2), torch.randn(2, 3, 8)
+    for found, expected in zip(layer(x, x, x, torch.tensor(1)), layer(x, x, x), strict=True):
+        torch.testing.assert_close(found, expected)

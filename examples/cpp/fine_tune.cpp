@@ -43,7 +43,10 @@ int tune(const char* model_file, const char* text_file, int64_t steps, const cha
     std::printf("step %lld  loss %.6f\n", static_cast<long long>(step), loss.item<double>());
   }
   model.eval();
-  model.save(result_file);
+  std::ostringstream bytes;
+  model.save(bytes);
+  std::ofstream result(result_file, std::ios::binary);
+  TORCH_CHECK(result << bytes.str() << std::flush, "cannot write '", result_file, "'");
   return 0;
 }
 
@@ -52,5 +55,5 @@ int main(int argc, char** argv) {
     std::cerr << "usage: fine_tune MODEL.pt TEXT STEPS RESULT.pt\n";
     return 2;
   }
-  return run("fine_tune", [&] { return tune(argv[1], argv[2], static_cast<int64_t>(number(argv[3])), argv[4]); });
+  return run("fine_tune", [&] { return tune(argv[1], argv[2], number<int64_t>(argv[3]), argv[4]); });
 }

@@ -21,8 +21,9 @@ int main(int argc, char** argv) {
     return 2;
   }
   return run("generate", [&] {
-    const auto characters = static_cast<int64_t>(argc > 3 ? number(argv[3]) : 200);
-    std::cout << generate(argv[1], argv[2], characters, argc > 4 ? number(argv[4]) : 0.0) << "\n";
+    const int64_t characters = argc > 3 ? number<int64_t>(argv[3]) : 200;
+    const double temperature = argc > 4 ? number<double>(argv[4]) : 0.0;
+    std::cout << generate(argv[1], argv[2], characters, temperature) << "\n";
     return 0;
   });
 }

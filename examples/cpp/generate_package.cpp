@@ -62,7 +62,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   return run("generate_package", [&] {
-    std::cout << generate(argv[1], argv[2], static_cast<int64_t>(argc > 3 ? number(argv[3]) : 200)) << "\n";
+    std::cout << generate(argv[1], argv[2], argc > 3 ? number<int64_t>(argv[3]) : 200) << "\n";
     return 0;
   });
 }

@@ -3,9 +3,12 @@
 
 #include <c10/util/Exception.h>
 
+#include <charconv>
+#include <cmath>
 #include <exception>
 #include <iostream>
 #include <string>
+#include <system_error>
 
 // Runs `body`, an int(): its result, or 1 after a sentence about what went wrong.
 template <typename Body>
@@ -24,15 +27,13 @@ int run(const std::string& program, const Body& body) {
   return 1;
 }
 
-// The number that `text` is; throws if it is none.
-inline double number(const std::string& text) {
-  size_t end = 0;
-  double value = 0;
-  try {
-    value = std::stod(text, &end);
-  } catch (const std::exception&) {
-    end = text.size() + 1;
-  }
-  TORCH_CHECK(end == text.size() && value >= 0, "expected a number that is not negative, got '", text, "'");
+// The number that `text` is: whole (int64_t) or not (double), not negative; throws if it is none.
+template <typename Number>
+Number number(const std::string& text) {
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool all = error == std::errc() && end == text.data() + text.size();
+  TORCH_CHECK(all && value >= 0 && std::isfinite(static_cast<double>(value)),
+              "expected a number that is not negative, got '", text, "'");
   return value;
 }

@@ -81,7 +81,8 @@ def export(
     """
     if not options.pop("dynamo", True):
         raise ValueError("onnx.export: expected dynamo=True, as opsets of the other exporter lack Attention, got False")
-    opset = options.pop("opset_version", None) or DEFAULT_OPSET
+    path, opset = options.pop("f", path), options.pop("opset_version", None)
+    opset = DEFAULT_OPSET if opset is None else opset
     how_to_save = {name: options.pop(name, default) for name, default in _SAVING.items()}
     table = {**translations(opset), **(options.pop("custom_translation_table", None) or {})}
     args, options["kwargs"] = _without_repeats((args, options.get("kwargs")))

@@ -55,8 +55,12 @@ def export(to: str, model: CharacterModel, settings: Settings, path: Path) -> st
     with without_warnings():
         content = FORMATS[to].serialize(eager(model), description(model, settings))
     # Loaded from a folder of its own, under its own name: PyTorch tells its archives by their names.
-    with tempfile.TemporaryDirectory() as folder:
-        copy_of_it = Path(folder, path.name)
+    try:
+        folder = tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise TrainError(f"an export needs a temporary folder, and none can be made: {error.strerror}") from None
+    with folder:
+        copy_of_it = Path(folder.name, path.name)
         write_atomically(copy_of_it, content)
         difference, largest = compare(to, model, copy_of_it)
     write_atomically(path, content)
