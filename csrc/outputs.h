@@ -79,4 +79,12 @@ inline LayerGrads empty_layer_grads(const at::Tensor& query, const at::Tensor& k
           empty_grad(options.bias, wanted[kBias], query)};
 }
 
+// The gradients with an empty tensor for each that was not asked for, one of its own: results do not alias.
+inline LayerGrads with_empty_rest(LayerGrads grads, const at::TensorOptions& tensor_options) {
+  for (auto& grad : grads) {
+    if (!grad.defined()) grad = at::empty({0}, tensor_options);
+  }
+  return grads;
+}
+
 }  // namespace mha_ext

@@ -209,6 +209,10 @@ Tensor hash(const Tensor& x) {
 
 }  // namespace
 
+bool only_causal(const AttentionOptions& options) {
+  return options.is_causal && !given(options.mask) && !given(options.bias) && !given(options.key_lengths);
+}
+
 OptionalTensor visible_keys(const AttentionSizes& s, const AttentionOptions& options, at::Device device) {
   OptionalTensor visible;
   const auto intersect = [&](const Tensor& other) { visible = visible ? visible->logical_and(other) : other; };
@@ -223,6 +227,7 @@ OptionalTensor visible_keys(const AttentionSizes& s, const AttentionOptions& opt
     const auto last = at::arange(offset, s.q_len + offset, integers).unsqueeze(-1);
     intersect(at::arange(s.kv_len, integers) <= last);
   }
+  while (visible && visible->dim() < 4) visible = visible->unsqueeze(0);
   return visible;
 }
 

@@ -24,7 +24,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_gradients(
     const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& query, const at::Tensor& key,
     const at::Tensor& value, const AttentionOptions& options, bool need_bias_grad);
 
-// Which keys are seen: bool, broadcastable to (B, H, Lq, Lk). None when nothing is hidden.
+// Whether is_causal hides and nothing else does, so that no mask is needed to tell what is seen.
+bool only_causal(const AttentionOptions& options);
+
+// Which keys are seen: bool (B, H, Lq, Lk), or 1 in any place. None when nothing is hidden.
 std::optional<at::Tensor> visible_keys(const AttentionSizes& sizes, const AttentionOptions& options, at::Device device);
 
 // Which weights dropout keeps: bool (B, H, Lq, Lk) on `device`. The same bits on every device and in every kernel.

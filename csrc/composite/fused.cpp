@@ -22,15 +22,8 @@ bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->
 bool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).guard_or_false(__FILE__, __LINE__); }
 
 // What at::scaled_dot_product_attention means by is_causal, and nothing else.
-bool only_causal(const AttentionSizes& s, const AttentionOptions& options) {
-  return options.is_causal && (!options.causal_bottom_right || equal(s.q_len, s.kv_len)) && !given(options.mask) &&
-         !given(options.bias) && !given(options.key_lengths);
-}
-
-// A mask in four dimensions, each of its full size or 1.
-Tensor in_four_dimensions(Tensor mask) {
-  while (mask.dim() < 4) mask = mask.unsqueeze(0);
-  return mask;
+bool only_its_causal(const AttentionSizes& s, const AttentionOptions& options) {
+  return only_causal(options) && (!options.causal_bottom_right || equal(s.q_len, s.kv_len));
 }
 
 // `seen` (B, H, Lq, Lk) or 1 in any place -> the keys that no query sees, as (B, Hkv, Lk, 1) or 1 in any place.
@@ -97,10 +90,10 @@ bool fused_attention_serves(const Tensor& query, const Tensor& key, const Tensor
 
 Tensor fused_attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionSizes& s,
                        const AttentionOptions& options) {
-  if (only_causal(s, options)) return causal_attention(query, key, value, s, options);
+  if (only_its_causal(s, options)) return causal_attention(query, key, value, s, options);
   const auto seen = visible_keys(s, options, query.device());
   if (!seen) return sdpa(query, key, value, std::nullopt, false, s, options);
-  return masked_attention(query, key, value, in_four_dimensions(*seen), s, options);
+  return masked_attention(query, key, value, *seen, s, options);
 }
 
 void set_fused_on_cpu(bool on) { fused_on_cpu = on; }

@@ -2,6 +2,7 @@
 
 #include "../checks.h"
 #include "../flat_signatures.h"
+#include "../outputs.h"
 #include "attention.h"
 
 #include <ATen/ATen.h>
@@ -13,8 +14,6 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // (B, L, heads * dim) seen as (B, heads, L, dim).
 Tensor split_heads(const Tensor& x, const SymInt& heads, const SymInt& dim) {
@@ -32,18 +31,16 @@ struct Inputs {
   Inputs(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionSizes& s,
          const AttentionOptions& options)
       : query(query), key(key), value(value) {
-    const bool others = given(options.mask) || given(options.bias) || given(options.key_lengths);
-    if (others) {
-      clear_hidden(s, options);
-    } else if (options.is_causal) {
+    if (only_causal(options)) {
       clear_beyond_causal(s, options);
+    } else if (const auto seen = visible_keys(s, options, query.device())) {
+      clear_hidden(*seen, options);
     }
   }
 
  private:
-  void clear_hidden(const AttentionSizes& s, const AttentionOptions& options) {
-    auto seen = *visible_keys(s, options, query.device());
-    while (seen.dim() < 4) seen = seen.unsqueeze(0);               // (B, H, Lq, Lk), or 1 in any place
+  // seen: (B, H, Lq, Lk), or 1 in any place
+  void clear_hidden(const Tensor& seen, const AttentionOptions& options) {
     const auto dead = seen.any(3).logical_not();                   // (B, H, Lq)
     auto unseen = seen.any(2).any(1).logical_not().unsqueeze(-1);  // (B, Lk, 1)
     query = query.masked_fill(dead.all(1).unsqueeze(-1), 0.0);
@@ -155,10 +152,7 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   set(kBq, [&] { return bias_grad(grad_q); });
   set(kBk, [&] { return bias_grad(grad_k); });
   set(kBv, [&] { return bias_grad(grad_v); });
-  for (auto& grad : grads) {
-    if (!grad.defined()) grad = at::empty({0}, query.options());
-  }
-  return grads;
+  return with_empty_rest(std::move(grads), query.options());
 }
 
 }  // namespace mha_ext::composite

@@ -95,19 +95,15 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
   LayerGrads grads;
-  const auto with_empty_rest = [&] {  // each a tensor of its own: results of an operator do not alias
-    for (auto& grad : grads) {
-      if (!grad.defined()) grad = at::empty({0}, query.options());
-    }
-    return grads;
-  };
   if (wanted[kWo]) grads[kWo] = linear_grad_weight(grad_output, saved.context);
   if (wanted[kBo]) grads[kBo] = linear_grad_bias(grad_output);
 
   const bool query_side = wanted[kQuery] || wanted[kWq] || wanted[kBq];
   const bool key_side = wanted[kKey] || wanted[kWk] || wanted[kBk];
   const bool value_side = wanted[kValue] || wanted[kWv] || wanted[kBv];
-  if (!query_side && !key_side && !value_side && !wanted[kBias]) return with_empty_rest();
+  if (!query_side && !key_side && !value_side && !wanted[kBias]) {
+    return with_empty_rest(std::move(grads), query.options());
+  }
 
   const Tensor grad_context = linear_grad_input(grad_output, p.w_o);
   const Tensor dq = at::empty(saved.q.sizes(), query.options());
@@ -143,7 +139,7 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
       grads[side.input] = side.rows.put(linear_grad_input(dy, side.w));
     }
   }
-  return with_empty_rest();
+  return with_empty_rest(std::move(grads), query.options());
 }
 
 TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
