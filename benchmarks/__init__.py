@@ -9,5 +9,6 @@ report.py    tables, JSON, comparison with an earlier run
 plots.py     pictures
 models.py    whole models before and after replace_attention
 compiled.py  torch.compile against eager mode
+heads.py     what recording and gating heads costs
 cli.py       the command
 """

@@ -12,9 +12,11 @@ import torch
 
 from mha_ext.cli import CommandError, Parser, fail
 
-from . import compiled, machine, models, plots, report
+from . import compiled, heads, machine, models, plots, report
 from .peers import OURS
 from .rows import ROWS, select
+
+TABLES = {"models": models, "compiled": compiled, "heads": heads}  # others than that of the rows, by their options
 
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 4.0, 0.5
 
@@ -51,10 +53,9 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(arguments.threads)
     probed = machine.probe()
     _say(arguments, probed.describe())
-    if arguments.models:
-        return _table(arguments, probed, models)
-    if arguments.compiled:
-        return _table(arguments, probed, compiled)
+    for name, table in TABLES.items():
+        if getattr(arguments, name):
+            return _table(arguments, probed, table)
 
     measured = []
     _say(arguments, report.text_line(report.headings(arguments.targets)))
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _table(arguments: argparse.Namespace, probed: machine.Machine, what: ModuleType) -> int:
-    """A table other than that of the rows: `models` or `compiled`."""
+    """One of TABLES."""
     _say(arguments, what.text_line(list(what.HEADINGS)))
     budget = QUICK_BUDGET_SECONDS if arguments.quick else 3 * BUDGET_SECONDS
     lines = []
@@ -129,6 +130,7 @@ def _parser() -> Parser:
     add("--rows", metavar="NAME,..", help="only these rows; globs such as 'plain-*' are understood")
     add("--models", action="store_true", help="whole models before and after replace_attention instead of rows")
     add("--compiled", action="store_true", help="training under torch.compile against eager mode instead of rows")
+    add("--heads", action="store_true", help="what recording and gating heads costs instead of rows")
     add("--list", action="store_true", help="list the rows and stop")
     add("--quick", action="store_true", help="about half a second a row: a first impression")
     add("--threads", type=_positive, metavar="N", help="threads to compute with (default: torch's choice)")
@@ -143,7 +145,7 @@ def _parser() -> Parser:
         const="-",
         metavar="FILE",
         help=f"print the table as markdown, or put it into FILE between {report.MARKS[0]} and {report.MARKS[1]} "
-        "(--models and --compiled: between such marks with 'models' and 'compiled')",
+        "(--models, --compiled and --heads: between such marks with their names)",
     )
     return parser
 
@@ -155,9 +157,9 @@ def _positive(text: str) -> int:
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Raises for options that --models and --compiled have no use for."""
-    for table in ("models", "compiled"):
-        for name in ("rows", "json", "compare", "plot", "targets", "compile", "models", "compiled"):
+    """Raises for options that the other tables have no use for."""
+    for table in TABLES:
+        for name in ("rows", "json", "compare", "plot", "targets", "compile", *TABLES):
             if name != table and getattr(arguments, table) and getattr(arguments, name):
                 raise ValueError(f"bench: expected --{table} without --{name}, got both")
 

@@ -10,13 +10,15 @@ patch_sdpa                      sends torch's scaled_dot_product_attention to ou
 convert                         weights from one layout of a layer to another
 integrations                    Hugging Face Transformers
 
+heads                           what the heads of a model do: recorded, measured, drawn, pruned, made different
+
 info                            versions, instruction set in use, threads
 masks                           masks in the polarity of the operators
 ops                             the operators as they stand in torch.ops.mha_ext, with types
 """
 
 from ._library import __version__  # isort: skip  (loads the operators, so it comes first)
-from . import convert, flops, integrations, masks, nn, ops  # noqa: F401  (flops: registers formulas)
+from . import convert, flops, heads, integrations, masks, nn, ops  # noqa: F401  (flops: registers formulas)
 from .functional import attention, scaled_dot_product_attention
 from .info import info
 from .modules import MultiHeadAttention
@@ -28,6 +30,7 @@ __all__ = [
     "__version__",
     "attention",
     "convert",
+    "heads",
     "info",
     "integrations",
     "masks",

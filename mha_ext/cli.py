@@ -15,6 +15,7 @@ COMMANDS = {
     "info": ("mha_ext.info", "versions, the instruction set in use, backends and threads"),
     "train": ("mha_ext.train.cli", "train a Transformer end to end on text, export it, and show how well it does"),
     "export": ("mha_ext.train.export_cli", "write a trained model as a file for C++, ONNX and other programs"),
+    "heads": ("mha_ext.heads.cli", "show what the attention heads of a model look at, and which do the same"),
     "bench": ("mha_ext.bench", "measure mha_ext side by side with PyTorch on this machine"),
     "cmake-dir": ("mha_ext.cmake_dir", "print where CMake finds the C++ library: find_package(mha_ext)"),
 }
@@ -26,6 +27,8 @@ examples:
   mha-ext train --attention sdpa     the same run with PyTorch's attention, to compare
   mha-ext export runs/decoder-mha_ext-1 --to aoti
                                      compile the trained model for a C++ program
+  mha-ext heads runs/decoder-mha_ext-1
+                                     heads.html: what its heads look at
   mha-ext train --help               what else it takes; every command has its own --help
 """
 

@@ -173,7 +173,7 @@ def _replaces_torch_function(cls: type) -> bool:
     return _torch_function_of(cls) not in (None, _torch_function_of(Tensor))
 
 
-def _has_own_meaning(x: object) -> bool:
+def has_own_meaning(x: object) -> bool:
     """Whether x is of a class that has another __torch_function__ than Tensor, and so its own idea of attention."""
     return _replaces_torch_function(type(x)) and not getattr(x, "is_nested", False)
 
@@ -286,7 +286,7 @@ def scaled_dot_product_attention(
         tensors: tuple[Tensor, ...] = (query, key, value)
         if attn_mask is not None and not isinstance(attn_mask, CausalBias):
             tensors = (*tensors, attn_mask)
-        if has_torch_function(tensors) and any(map(_has_own_meaning, tensors)):
+        if has_torch_function(tensors) and any(map(has_own_meaning, tensors)):
             args = (query, key, value, attn_mask, dropout_p, is_causal)
             return _ask_classes(tensors, *args, scale=scale, enable_gqa=enable_gqa)
         _check_kinds(tensors)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import masks
+from .head_mask import check_head_mask, masked_columns, masked_heads
 from .projections import modules_are_called_plainly, plain_parameters
 
 _PROJECTIONS = ("W_q", "W_k", "W_v", "W_o")
@@ -102,6 +103,22 @@ def _added_mask(mask: Tensor, dtype: torch.dtype, seen: Tensor | None) -> Tensor
     return mask * -1e9
 
 
+def load_pruned_heads(layer: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> bool:
+    """Prunes the layer as the one was whose state_dict is loaded, which then has the entry pruned_heads.
+
+    False, and a text more in `errors`, if that cannot be.
+    """
+    saved = state_dict.get(prefix + "pruned_heads")
+    if saved is None:
+        return True
+    from .heads.pruning import prune_as_saved
+
+    error = prune_as_saved(layer, saved)
+    if error is not None:
+        errors.append(error)
+    return error is None
+
+
 class MultiHeadAttention(nn.Module):
     """Multi-head attention: W_o(softmax(Q K^T / sqrt(d_k)) V, heads side by side), Q = W_q(query) and so on.
 
@@ -184,6 +201,7 @@ class MultiHeadAttention(nn.Module):
         key_lengths: Tensor | None = None,
         bias: Tensor | None = None,
         causal_bottom_right: bool = False,
+        head_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """query (B, Lq, d_model), key and value (B, Lk, d_model) -> output (B, Lq, d_model), weights (B, H, Lq, Lk).
 
@@ -192,6 +210,8 @@ class MultiHeadAttention(nn.Module):
         need_weights        False: None in place of the weights, and no memory for them
         key_lengths         int32 or int64 (B,): keys j >= key_lengths[b] are hidden (padding)
         bias                floating, broadcasts to (B, H, Lq, Lk); added to the scaled scores
+        head_mask           floating (H,) or (B, H), differentiable: multiplies what each head hands to W_o, and its
+                            weights (Michel et al. 2019)
 
         A query that sees no key takes the mean of all values (weights 1 / Lk). The weights are those that multiplied
         the values, with dropout while training. Gradients flow through both results. Raises ValueError or TypeError for
@@ -205,6 +225,9 @@ class MultiHeadAttention(nn.Module):
                 mask = None
             else:
                 mask = masks.visible(mask)
+        if head_mask is not None:
+            batch = query.size(0) if query.dim() > 0 else 0
+            check_head_mask("MultiHeadAttention", head_mask, batch, self.num_heads, query.device)
         dropout_p = self._dropout_p()
         weights: list[Tensor] = []  # of the projections; none: they are called as modules
         biases: list[Tensor | None] = []
@@ -214,7 +237,7 @@ class MultiHeadAttention(nn.Module):
                 biases = [self.W_q.bias, self.W_k.bias, self.W_v.bias, self.W_o.bias]
         else:
             weights, biases = self._plain_parameters()
-        if len(weights) > 0:
+        if len(weights) > 0 and (head_mask is None or head_mask.dim() == 1):
             output, attended = torch.ops.mha_ext.multi_head_attention(
                 query,
                 key,
@@ -222,7 +245,7 @@ class MultiHeadAttention(nn.Module):
                 weights[0],
                 weights[1],
                 weights[2],
-                weights[3],
+                weights[3] if head_mask is None else masked_columns(weights[3], head_mask),
                 biases[0],
                 biases[1],
                 biases[2],
@@ -259,12 +282,21 @@ class MultiHeadAttention(nn.Module):
                 uniform_dead_rows=True,
                 need_logsumexp=False,
             )
+            if head_mask is not None:
+                heads = masked_heads(heads, head_mask)
             output = self.W_o(heads.transpose(1, 2).flatten(2))
+        if head_mask is not None and need_weights:
+            attended = masked_heads(attended, head_mask)
         return output, attended if need_weights else None
 
     def _dropout_p(self) -> float:
         """The share of the weights that this call drops."""
         return self.dropout if self.training else 0.0
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:
+        """Loses the heads that are missing in what is loaded: see `mha_ext.heads.prune_heads`."""
+        if load_pruned_heads(self, state_dict, prefix, errors=options[-1]):
+            super()._load_from_state_dict(state_dict, prefix, *options)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_heads={self.num_heads}, dropout={self.dropout}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,9 +108,13 @@ def replace_attention(model: nn.Module) -> Report:
 def restore_attention(model: nn.Module) -> int:
     """Undoes `replace_attention` in all modules of the model, exactly; returns how many were restored.
 
-    Raises TypeError if the model is no nn.Module.
+    Raises TypeError if the model is no nn.Module, ValueError, and restores nothing, if a layer has lost heads since
+    (`mha_ext.heads.prune_heads`): its old class could not do without them.
     """
     _check_is_module("restore_attention", model)
+    for name, module in model.named_modules():
+        if _CHANGE in module.__dict__ and "pruned_heads" in module._buffers:
+            raise ValueError(f"restore_attention: expected layers with all their heads, got {name!r} without some")
     restored = 0
     for module in model.modules():
         if _CHANGE in module.__dict__:
@@ -279,6 +284,32 @@ def _swap_attention_functions(model: nn.Module, report: Report) -> None:
         except _Leave as reason:
             module.config._attn_implementation = before
             report.left.append(Left(name, _name_of(type(module)), str(reason)))
+
+
+@contextmanager
+def attention_functions_swapped(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Lets Transformers' models whose attention is neither ours nor PyTorch's run on ours inside `with`.
+
+    Gives the names of those that cannot, with the reasons.
+    """
+    pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    swapped: list[Any] = []
+    left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, pretrained) or module.config._attn_implementation in (NAME, "sdpa"):
+            continue
+        before = _implementations(module.config)
+        try:
+            _set_implementation(module, before)
+            swapped.append(module)
+        except _Leave as reason:
+            module.config._attn_implementation = before
+            left[name] = str(reason)
+    try:
+        yield left
+    finally:
+        for module in reversed(swapped):
+            _restore_implementation(module, module.__dict__.pop(_CHANGE)[1])
 
 
 def _implementations(config: Any) -> dict[str, Any]:

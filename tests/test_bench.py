@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compiled, models, peers, report
+from benchmarks import compiled, heads, models, peers, report
 from benchmarks.machine import Machine
 from benchmarks.rows import ROWS, Target, select
 from benchmarks.timing import in_turns, quartiles, ratios
@@ -188,7 +188,7 @@ def test_a_model_is_measured_before_and_after(work):
     assert models.markdown([cells], "a CPU").count("\n|") == 2
 
 
-@pytest.mark.parametrize("other", [["--rows", "plain-*"], ["--compile"], ["--compiled"]], ids=lambda other: other[0])
+@pytest.mark.parametrize("other", [["--rows", "plain-*"], ["--compile"], ["--compiled"], ["--heads"]], ids=lambda other: other[0])
 def test_models_are_measured_without_options_of_rows(other, capsys):
     assert main(["--models", *other]) == 2
     assert capsys.readouterr().err == f"bench: expected --models without {other[0]}, got both\n"
@@ -231,3 +231,17 @@ def test_compiled_modules_that_disagree_are_an_error():
         RuntimeError, match="expected mha_ext.MultiHeadAttention.* and another to agree, got a difference"
     ):
         compiled.measure(subject, budget=0.01)
+
+
+# --- Heads --------------------------------------------------------------------------------------------------------
+
+
+def test_heads_command(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{heads.MARKS[0]}\nold\n{heads.MARKS[1]}\nafter\n")
+    monkeypatch.setattr(heads, "SHAPES", ((2, 8, 16, 2), (1, 4, 16, 2)))
+    assert main(["--heads", "--quick", "--markdown", str(path)]) == 0
+    text, printed = path.read_text(), capsys.readouterr().out
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert text.count("| (2, 8, 16, 2) |") == 6 and "(1, 4, 16, 2)" not in text
+    assert "in record()" in printed and "| head_mask=, (B, H) |" in text

@@ -82,7 +82,7 @@ def test_symbolic_trace_shows_the_projections():
     """fx.symbolic_trace, which tools use to exchange modules, makes nodes of them."""
     layer = mha_ext.MultiHeadAttention(E, HEADS)
     fixed = {"mask": None, "is_causal": False, "need_weights": True, "key_lengths": None, "bias": None}
-    traced = torch.fx.symbolic_trace(layer, concrete_args={**fixed, "causal_bottom_right": False})
+    traced = torch.fx.symbolic_trace(layer, concrete_args={**fixed, "causal_bottom_right": False, "head_mask": None})
     called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
     assert called == ["W_q", "W_k", "W_v", "W_o"]
 

@@ -11,20 +11,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mha_ext import cli
+from mha_ext.heads.recording import record
 from mha_ext.train import checkpoint as checkpoints
-from mha_ext.train import report, run, sample
+from mha_ext.train import heads, report, run, sample
 from mha_ext.train.attention import ATTENTION_NAMES
 from mha_ext.train.cli import main
-from mha_ext.train.data import Windows, python_topics
+from mha_ext.train.data import Batch, Windows, python_topics
+from mha_ext.train.folder import is_free
 from mha_ext.train.loop import Trainer, evaluate
 from mha_ext.train.model import END, UNKNOWN, CharacterModel
 from mha_ext.train.seq2seq import LinePairs, line_pairs, simplify
-from mha_ext.train.settings import Settings
+from mha_ext.train.settings import DIVERSITY_KINDS, Settings
 
 WORDS = "The cat sat, on: Monday; at a mat! Was it (really) there? Yes. No 42 'times' of Paris.".split()
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -37,6 +40,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test in a folder of its own, with text.txt of 200 different lines; curves and long samples take too long."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "write_curve", lambda path, rows, title: None)
+    monkeypatch.setattr(run, "write_heads", lambda path, rows, title: None)
     monkeypatch.setattr(sample, "SAMPLE_CHARACTERS", 20)
     lines = (" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(2 + i % 4)) + f" {i}" for i in range(200))
     Path("text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -45,6 +49,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "write_curve", report.write_curve)
+    monkeypatch.setattr(run, "write_heads", heads.write_heads)
 
 
 def train(*options: object) -> int:
@@ -62,6 +67,11 @@ def metrics(folder: str) -> dict[str, list[float]]:
     with open(Path(folder) / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
+
+
+def head_rows(folder: str) -> list[dict[str, str]]:
+    with open(Path(folder) / "heads.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def contents(folder: str) -> dict[str, bytes]:
@@ -128,9 +138,9 @@ def test_run_leaves_everything(model: str, with_curve: None, capsys: pytest.Capt
     folder = Path(f"runs/{model}-mha_ext-1")
     output = capsys.readouterr().out
     assert "bits per character" in output and "tokens/s" in output and str(folder) in output and "\r" not in output
-    names = {"checkpoint.pt", "metrics.csv", "curve.png", "sample.txt", "model.pt"}
+    names = {"checkpoint.pt", "metrics.csv", "curve.png", "heads.csv", "heads.png", "sample.txt", "model.pt"}
     assert set(contents(str(folder))) == names and all(name in output for name in names)
-    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in ("curve.png", "heads.png"))
     columns = metrics(str(folder))
     assert columns["step"] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(loss) for loss in columns["loss"])
@@ -199,8 +209,8 @@ def test_no_curve_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert train("--out", "out") == 0
-    assert "matplotlib is not installed" in capsys.readouterr().out
-    assert not Path("out/curve.png").exists()
+    assert capsys.readouterr().out.count("matplotlib is not installed") == 1
+    assert not Path("out/curve.png").exists() and not Path("out/heads.png").exists()
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,13 +351,243 @@ def test_failed_write_keeps_the_last_checkpoint(
     assert contents("out") == before
 
 
-def test_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_a_full_disk(self: report.Metrics, path: Path, kept: object) -> None:
+@pytest.mark.parametrize(("table", "name"), [(report.Metrics, "metrics.csv"), (heads.HeadMetrics, "heads.csv")])
+def test_full_disk_is_one_sentence(
+    table: type, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_full_disk(self: Any, path: Path, kept: object) -> None:
         self.path, self.rows, self.file = path, [], open("/dev/full", "a")
 
-    monkeypatch.setattr(report.Metrics, "__init__", on_a_full_disk)
+    monkeypatch.setattr(table, "__init__", on_a_full_disk)
     assert train("--out", "out") == 2
-    assert capsys.readouterr().err == "python -m mha_ext train: cannot write out/metrics.csv: No space left on device\n"
+    assert capsys.readouterr().err == f"python -m mha_ext train: cannot write out/{name}: No space left on device\n"
+
+
+# Heads
+
+LAYERS = {
+    "decoder": ["blocks.0.attention", "blocks.1.attention"],
+    "seq2seq": [
+        "encoder.0.attention",
+        "encoder.1.attention",
+        "decoder.0.self_attention",
+        "decoder.0.cross_attention",
+        "decoder.1.self_attention",
+        "decoder.1.cross_attention",
+    ],
+}
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_head_is_measured_whatever_the_attention(model: str) -> None:
+    for name in ATTENTION_NAMES:
+        assert train("--model", model, "--layers", 2, "--attention", name, "--out", name) == 0
+    rows = head_rows("mha_ext")
+    expected = [(step, layer, head) for step in "36" for layer in LAYERS[model] for head in "01"]
+    assert [(row["step"], row["layer"], row["head"]) for row in rows] == expected
+    for column in ("relative_entropy", "redundancy"):
+        values = [float(row[column]) for row in rows]
+        assert all(0 < value < 1 for value in values)
+        for name in ATTENTION_NAMES:
+            assert [float(row[column]) for row in head_rows(name)] == pytest.approx(values, rel=1e-3)
+
+
+def test_measured_heads_are_those_of_the_formulas() -> None:
+    """Of a model whose attention gives its weights itself."""
+    data = Windows(Path("text.txt").read_text(), 24, 4, 0)
+    batch = data.held_out_sample()
+    model = tiny_model("decoder", "reference", data.characters)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for block in model.blocks:
+        attention = block.attention
+        attention.W_o.register_forward_pre_hook(lambda _, inputs: kept.append((weights.pop(), inputs[0])))
+    weights: list[torch.Tensor] = []
+    original = torch.nn.functional.softmax
+    torch.nn.functional.softmax = lambda *args, **options: weights.append(original(*args, **options)) or weights[-1]
+    try:
+        with torch.no_grad():
+            model(*batch.inputs)
+    finally:
+        torch.nn.functional.softmax = original
+    settings = Settings(attention="reference", context=24, d_model=16, heads=2, layers=2)
+    rows = heads.look_at_heads(heads.recordable(model, settings), batch, 5)
+    visible = torch.arange(1, 25, dtype=torch.float64)
+    for layer, (attended, merged) in enumerate(kept):
+        attended = attended.double()  # (B, 2, 24, 24)
+        entropy = -(attended * attended.clamp_min(1e-30).log()).sum(-1)
+        relative = (entropy[:, :, 1:] / visible[1:].log()).mean((0, 2))
+        first, second = (x - x.mean(0) for x in merged.double().flatten(0, 1).split(8, -1))
+        cka = (first.T @ second).square().sum() / ((first.T @ first).norm() * (second.T @ second).norm())
+        for row in rows[2 * layer : 2 * layer + 2]:
+            assert (row.step, row.layer) == (5, f"blocks.{layer}.attention")
+            assert row.relative_entropy == pytest.approx(relative[row.head].item(), rel=1e-4)
+            assert row.redundancy == pytest.approx(cka.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("attention", ATTENTION_NAMES)
+def test_looking_at_heads_changes_nothing(attention: str) -> None:
+    data = LinePairs(Path("text.txt").read_text(), 24, 4, 0)
+    settings = Settings(model="seq2seq", attention=attention, context=24, d_model=16, heads=2, layers=2, dropout=0.5)
+    model = checkpoints.build_model(settings, data.characters).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    recordable = heads.recordable(model, settings)
+    rows = heads.look_at_heads(recordable, data.held_out_sample(), 1)
+    assert rows == heads.look_at_heads(recordable, data.held_out_sample(), 1)  # no dropout
+    assert torch.equal(torch.rand(3), expected)
+    assert model.training and not any(p.grad is not None for p in recordable.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        for parameter in model.parameters():  # what an optimizer does in place is seen
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert rows != heads.look_at_heads(recordable, data.held_out_sample(), 1)
+
+
+def test_held_out_sample_has_no_padding_in_the_decoder() -> None:
+    text = Path("text.txt").read_text()
+    batch = LinePairs(text, 24, 4, 0).held_out_sample()
+    source, lengths, target = batch.inputs
+    assert target.shape == batch.targets.shape and 1 < len(target) <= 16 and int(lengths.max()) == source.size(1)
+    assert (target != UNKNOWN).all() and torch.equal(target[:, 1:], batch.targets[:, :-1])
+    batch = Windows(text, 24, 4, 0).held_out_sample()
+    assert batch.inputs[0].shape == (16, 24) and torch.equal(batch.inputs[0][:, 1:], batch.targets[:, :-1])
+
+
+def test_one_head_has_nobody_to_be_like(with_curve: None) -> None:
+    assert train("--heads", 1, "--out", "out", "--head-diversity", 0.1) == 0
+    assert all(row["redundancy"] == "nan" and 0 < float(row["relative_entropy"]) < 1 for row in head_rows("out"))
+    assert Path("out/heads.png").exists()
+    assert resume("--resume", "out", "--steps", 8) == 0
+    assert {row["step"] for row in head_rows("out")} == {"3", "6", "8"}
+
+
+@pytest.mark.parametrize("kind", DIVERSITY_KINDS)
+@pytest.mark.parametrize("model", LAYERS)
+def test_diversity_is_optimised_but_not_counted(model: str, kind: str) -> None:
+    options = ("--model", model, "--head-diversity-kind", kind)
+    assert train(*options, "--out", "without") == 0
+    assert train(*options, "--out", "with", "--head-diversity", 0.5) == 0
+    first, other = metrics("without")["loss"], metrics("with")["loss"]
+    assert first[0] == pytest.approx(other[0], rel=1e-6)  # the same model, before its first step
+    assert first[1:] != other[1:] and all(map(math.isfinite, other))
+
+
+def test_no_diversity_is_the_same_to_the_bit() -> None:
+    assert train("--out", "a") == 0
+    assert train("--out", "b", "--head-diversity", 0, "--head-diversity-kind", "js") == 0
+    assert metrics("a")["loss"] == metrics("b")["loss"]
+
+
+def mean_redundancy(folder: str, step: int) -> float:
+    values = [float(row["redundancy"]) for row in head_rows(folder) if row["step"] == str(step)]
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_diversity_lowers_redundancy(model: str) -> None:
+    sizes = ["--model", model, "--d-model", 32, "--heads", 4, "--layers", 2, "--steps", 60, "--lr", 0.01]
+    for x in (0, 0.1):
+        assert train(*sizes, "--eval-every", 60, "--out", f"x{x}", "--head-diversity", x) == 0
+    assert mean_redundancy("x0.1", 60) < 0.4 * mean_redundancy("x0", 60)
+    assert metrics("x0.1")["held_out_bits"][-1] < metrics("x0.1")["bits"][0]  # it learns all the same
+
+
+@pytest.mark.parametrize("kind", DIVERSITY_KINDS)
+def test_padding_does_not_count_in_diversity(kind: str) -> None:
+    data = LinePairs(Path("text.txt").read_text(), 24, 4, 0)
+    model = tiny_model("seq2seq", "mha_ext", data.characters).train()
+    batch = data.collate(sorted(data.training, key=lambda pair: len(pair[1]))[:: len(data.training) // 4])
+    source, lengths, target = batch.inputs
+    padding = batch.targets == UNKNOWN
+    assert padding.any()
+    values = []
+    for filling in (UNKNOWN, 5):
+        inputs = (source, lengths, target.masked_fill(padding, filling))
+        with record(model, keep_graph=True) as recording:
+            model(*inputs)
+        values.append(heads.diversity(recording, Batch(inputs, batch.targets), kind).item())
+    assert values[0] == pytest.approx(values[1], rel=1e-6) and values[0] != 0
+
+
+def test_diversity_is_the_runs_own_and_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--head-diversity", 0.3, "--head-diversity-kind", "positions")
+    assert train(*options, "--out", "whole") == 0
+    for name in ("same", "changed"):
+        with monkeypatch.context() as patch:
+            stop_after(3, signal.SIGTERM, patch)
+            assert train(*options, "--out", name) == 128 + signal.SIGTERM
+    assert resume("--resume", "same") == 0
+    assert metrics("same")["loss"] == metrics("whole")["loss"] and head_rows("same") == head_rows("whole")
+    assert resume("--resume", "changed", "--head-diversity", 0, "--attention", "sdpa") == 0
+    assert metrics("changed")["loss"][:4] == pytest.approx(metrics("whole")["loss"][:4], rel=1e-6)
+    assert metrics("changed")["loss"][4:] != pytest.approx(metrics("whole")["loss"][4:], rel=1e-6)
+    settings = checkpoints.load(Path("changed/checkpoint.pt")).settings
+    assert (settings.head_diversity, settings.head_diversity_kind) == (0, "positions")
+
+
+def test_diversity_cannot_go_on_with_another_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--head-diversity", 0.1, "--out", "out") == 0
+    assert resume("--resume", "out", "--steps", 8, "--attention", "reference") == 2
+    assert "--head-diversity: expected 0 with --attention reference, got 0.1" in capsys.readouterr().err
+
+
+def test_checkpoint_from_before_there_was_diversity(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("--out", "whole") == 0
+    with monkeypatch.context() as patch:
+        stop_after(3, signal.SIGTERM, patch)
+        assert train("--out", "old") == 128 + signal.SIGTERM
+    content = torch.load("old/checkpoint.pt", weights_only=True)
+    for name in ("head_diversity", "head_diversity_kind"):
+        del content["settings"][name]
+    torch.save(content, "old/checkpoint.pt")
+    Path("old/heads.csv").unlink()
+    assert (
+        checkpoints.load(Path("old/checkpoint.pt")).settings == checkpoints.load(Path("whole/checkpoint.pt")).settings
+    )
+    assert resume("--resume", "old") == 0
+    assert metrics("old")["loss"] == metrics("whole")["loss"]
+    assert head_rows("old") == [row for row in head_rows("whole") if row["step"] == "6"]
+
+
+def test_old_run_with_nothing_left_to_do(with_curve: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "out") == 0
+    Path("out/heads.csv").unlink()
+    Path("out/heads.png").unlink()
+    capsys.readouterr()
+    assert resume("--resume", "out") == 0
+    output = capsys.readouterr().out
+    assert head_rows("out") == [] and not Path("out/heads.png").exists()
+    assert "curve.png" in output and "heads.png" not in output
+
+
+def test_left_over_tables_are_no_run() -> None:
+    Path("out").mkdir()
+    for name, header in (("metrics.csv", report.Metrics.header()), ("heads.csv", heads.HeadMetrics.header())):
+        Path("out", name).write_text(header + "\n")
+        Path("out", f".{name}.123.tmp").write_text("half of it")
+    assert is_free(Path("out"))
+    Path("out/heads.csv").write_text("name,hat\n")
+    assert not is_free(Path("out"))
+
+
+def test_drawn_heads(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = [
+        heads.HeadRow(step, layer, head, 0.1 * head + 0.001 * step, math.nan if layer == "b" and head else 0.5)
+        for step in (10, 20)
+        for layer in ("a", "b")
+        for head in (0, 1)
+    ]
+    axes = Figure().add_subplot()
+    heads.draw_heads(axes, rows, "relative_entropy")
+    lines = {line.get_label(): line for line in axes.lines}
+    assert len(axes.lines) == 6 and list(lines["a"].get_xdata()) == [10, 20]
+    assert list(lines["a"].get_ydata()) == pytest.approx([0.06, 0.07])
+    assert heads.write_heads(tmp_path / "heads.png", rows, "title") is None
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
 
 
 # A reader who has gone
@@ -376,7 +616,7 @@ def test_nobody_reads_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe_without_reader(monkeypatch)
     options = ["--text", "text.txt", "--steps", "3", "--quiet", "--out", "out", *SIZES]
     assert cli.main(["train", *options]) == 141
-    assert set(contents("out")) == {"checkpoint.pt", "metrics.csv", "sample.txt", "model.pt"}
+    assert set(contents("out")) == {"checkpoint.pt", "metrics.csv", "heads.csv", "sample.txt", "model.pt"}
 
 
 def test_reader_who_has_gone_sees_no_traceback() -> None:
@@ -414,6 +654,8 @@ def write_bad_files() -> None:
     Path("taken/mine.txt").write_text("precious")
     Path("notes").mkdir()
     Path("notes/metrics.csv").write_text("ours,theirs\n1,2\n")
+    Path("minds").mkdir()
+    Path("minds/heads.csv").write_text("name,hat\nAda,yes\n")
     Path("loop").symlink_to("loop")
     Path("noise.pt").write_bytes(b"\x80\x02 not a checkpoint")
     torch.save({"weight": torch.ones(2)}, "other.pt")
@@ -459,6 +701,20 @@ ERRORS = [
     (["--out", "loop/x"], "cannot make the folder loop/x: Too many levels of symbolic links"),
     (["--out", "taken"], "taken is not empty: name another --out\n"),
     (["--out", "notes"], "notes is not empty: name another --out\n"),
+    (["--out", "minds"], "minds is not empty: name another --out\n"),
+    (["--head-diversity", -0.1], "--head-diversity: expected at least 0 and finite, got -0.1"),
+    (["--head-diversity", "nan"], "--head-diversity: expected at least 0 and finite, got nan"),
+    (["--head-diversity", "inf"], "--head-diversity: expected at least 0 and finite, got inf"),
+    (["--head-diversity", "much"], "--head-diversity"),
+    (["--head-diversity-kind", "minds"], "invalid choice"),
+    (
+        ["--head-diversity", 0.1, "--attention", "sdpa"],
+        "--head-diversity: expected 0 with --attention sdpa, got 0.1",
+    ),
+    (
+        ["--head-diversity", 1e300],
+        "the loss became inf at step 1: try a smaller --lr than 0.006 or --head-diversity than 1e+300\n",
+    ),
     (["--resume"], "nothing to resume"),
     (["--resume", "nowhere"], "cannot read the checkpoint nowhere"),
     (["--resume", "loop"], "cannot read the checkpoint loop: Too many levels of symbolic links"),
@@ -490,6 +746,7 @@ def test_one_clear_sentence(options: list[object], message: str, capsys: pytest.
     [
         ("checkpoint.pt", "cannot read the checkpoint out/checkpoint.pt: Is a directory"),
         ("metrics.csv", "cannot read out/metrics.csv: Is a directory"),
+        ("heads.csv", "cannot read out/heads.csv: Is a directory"),
         ("sample.txt", "cannot write out/sample.txt: Is a directory"),
     ],
 )
@@ -520,6 +777,7 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], capsys: pytest.Captur
         (["--steps", 3], "has done 6 steps already"),
         (["--text", "other.txt"], "the text is not the one"),
         (["--heads", 0], "--heads"),
+        (["--head-diversity", -1], "--head-diversity: expected at least 0"),
     ],
     ids=join_options,
 )
@@ -566,6 +824,9 @@ def test_export_is_not_a_checkpoint(capsys: pytest.CaptureFixture[str], recwarn:
         (["settings", "context"], 24.0, "--context: expected a value of type int, got 24.0"),
         (["settings", "layers"], True, "--layers: expected a value of type int, got True"),
         (["settings", "text"], [None], "--text: expected names of files, got [None]"),
+        (["settings", "head_diversity"], math.inf, "--head-diversity: expected at least 0 and finite, got inf"),
+        (["settings", "head_diversity"], "0.1", "--head-diversity: expected a value of type float, got '0.1'"),
+        (["settings", "head_diversity_kind"], "minds", "--head-diversity-kind: expected one of redundancy, outputs, "),
         (["settings", "lr"], math.nan, "--lr: expected above 0 and finite, got nan"),
         (["characters"], "abc", "is the checkpoint of another model"),
         (["fingerprint"], None, "fingerprint: expected 64 hexadecimal digits, got None"),
@@ -602,6 +863,31 @@ def test_metrics_that_are_something_else(content: bytes | None, capsys: pytest.C
     path.rename("kept.csv")
     assert resume("--resume", "out", "--steps", 8) == 0
     assert metrics("out")["step"] == [7, 8]
+
+
+@pytest.mark.parametrize("content", [b"step,layer\n", b"\xff\x00" * 9, b"a remark\n", b"6,blocks.0.attention,1,0.5\n"])
+def test_heads_that_are_something_else(content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "out") == 0
+    path = Path("out/heads.csv")
+    path.write_bytes(content if content.startswith((b"step", b"\xff")) else path.read_bytes() + content)
+    before = contents("out")
+    assert resume("--resume", "out", "--steps", 8) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "out/heads.csv: expected the numbers of this run" in errors
+    assert "move the file away" in errors and contents("out") == before
+    path.rename("kept.csv")
+    assert resume("--resume", "out", "--steps", 8) == 0
+    assert {row["step"] for row in head_rows("out")} == {"8"}
+
+
+@pytest.mark.parametrize("end", ["", "\n7", "\n7,blo", "\n7,blocks.0.attention,0,0.", "\n7,blocks.0.attention,0,nan"])
+def test_heads_that_a_full_disk_cut_off(end: str) -> None:
+    assert train("--out", "out") == 0
+    before = head_rows("out")
+    path = Path("out/heads.csv")
+    path.write_text(path.read_text().rstrip() + end)
+    assert resume("--resume", "out", "--steps", 8) == 0
+    assert head_rows("out")[: len(before)] == before and {row["step"] for row in head_rows("out")} == {"3", "6", "8"}
 
 
 @pytest.mark.parametrize("end", ["", "\n7,2.9"])

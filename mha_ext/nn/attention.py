@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from ..modules import load_pruned_heads
 from ..projections import modules_are_called_plainly, plain_parameters
 from .functional import multi_head_attention_forward
 from .nested import forward_nested
@@ -59,6 +62,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         weights_before_dropout: bool = False,
+        head_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """query (N, L, E), key (N, S, kdim), value (N, S, vdim) with batch_first, else (L, N, E), ...; or without N.
 
@@ -68,6 +72,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights    weights (N, L, S), the mean over heads; False: (N, H, L, S)
         is_causal               query i sees keys j <= i, and of these what the masks show
         weights_before_dropout  return the weights as they were before dropout
+        head_mask               floating (H,) or (N, H), differentiable: multiplies what each head hands to out_proj,
+                                and its weights (Michel et al. 2019)
 
         Nested tensors (N, L*, E) of either layout need batch_first and no key_padding_mask; the output has the layout
         and lengths of query, the weights are padded with 0. Raises AssertionError and RuntimeError with torch's texts
@@ -86,6 +92,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     average_attn_weights,
                     is_causal,
                     weights_before_dropout,
+                    head_mask,
                 )
         out_weight: Tensor | None = None
         out_bias: Tensor | None = None
@@ -120,10 +127,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal=is_causal,
             batch_first=self.batch_first,
             weights_before_dropout=weights_before_dropout,
+            head_mask=head_mask,
         )
         if out_weight is None:
             output = self.out_proj(output)
         return output, weights
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:
+        """Loses the heads that are missing in what is loaded: see `mha_ext.heads.prune_heads`."""
+        if load_pruned_heads(self, state_dict, prefix, errors=options[-1]):
+            super()._load_from_state_dict(state_dict, prefix, *options)
 
     @torch.jit.unused
     def _plain_out_proj(self) -> tuple[Tensor | None, Tensor | None]:

@@ -8,6 +8,8 @@ from torch.nn.functional import _mha_shape_check, linear, pad  # type: ignore[at
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import masks
+from ..functional import has_own_meaning
+from ..head_mask import check_head_mask, masked_columns, masked_heads, masked_weights
 from ..projections import is_plain
 
 
@@ -39,6 +41,7 @@ def multi_head_attention_forward(
     is_causal: bool = False,
     weights_before_dropout: bool = False,
     batch_first: bool = False,
+    head_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """In place of torch.nn.functional.multi_head_attention_forward, with its arguments.
 
@@ -60,8 +63,11 @@ def multi_head_attention_forward(
     weights_before_dropout  return the weights as they were before dropout, not those that multiplied the values
     batch_first             query, key, value and output are (N, L, E), (N, S, Ek), (N, S, Ev) and (N, L, E)
     out_proj_weight=None    return the merged heads instead of the output
+    head_mask               floating (H,) or (N, H), differentiable: multiplies what each head hands to the output
+                            projection, and its weights (Michel et al. 2019)
 
-    Raises AssertionError and RuntimeError with torch's texts for sizes and masks that do not fit, ValueError or
+    The projections may have fewer rows, and out_proj_weight as many fewer columns, than E: those of whole heads of any
+    size. Raises AssertionError and RuntimeError with torch's texts for sizes and masks that do not fit, ValueError or
     TypeError for the rest.
     """
     if not torch.jit.is_scripting():
@@ -76,7 +82,7 @@ def multi_head_attention_forward(
             out_proj_weight,
             out_proj_bias,
         )
-        if has_torch_function(inputs):
+        if has_torch_function(inputs) and any(map(has_own_meaning, inputs)):  # modes see the operators
             return handle_torch_function(
                 multi_head_attention_forward,
                 inputs,
@@ -107,13 +113,18 @@ def multi_head_attention_forward(
                 is_causal=is_causal,
                 weights_before_dropout=weights_before_dropout,
                 batch_first=batch_first,
+                head_mask=head_mask,
             )
     batched = _check_and_tell_batched(query, key, value, key_padding_mask, attn_mask, num_heads)
-    _check_features(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
+    _check_features(query, key, value, embed_dim_to_check, use_separate_proj_weight)
     _check_extra_keys(bias_k, bias_v, static_k, static_v)
     w_q, w_k, w_v, b_q, b_k, b_v = projections(
         in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, in_proj_bias, use_separate_proj_weight
     )
+    _check_heads(w_q, embed_dim_to_check, num_heads)
+    if head_mask is not None:
+        batch = 1 if not batched else query.size(0 if batch_first else 1)
+        check_head_mask("multi_head_attention_forward", head_mask, batch, num_heads, query.device)
 
     q_in = _as_batch_first(query, batched, batch_first)
     k_in = q_in if key is query else _as_batch_first(key, batched, batch_first)
@@ -124,6 +135,7 @@ def multi_head_attention_forward(
     padding_left: Tensor | None = padding
     key_lengths: Tensor | None = None
     fused = bias_k is None and not add_zero_attn and static_k is None and static_v is None
+    fused = fused and (head_mask is None or head_mask.dim() == 1)
     if not torch.jit.is_scripting():
         if padding is not None and _may_be_read(padding):
             padding_left, key_lengths = _as_key_lengths(padding)
@@ -139,7 +151,7 @@ def multi_head_attention_forward(
             w_q,
             w_k,
             w_v,
-            out_proj_weight,
+            out_proj_weight if head_mask is None else masked_columns(out_proj_weight, head_mask),
             b_q,
             b_k,
             b_v,
@@ -151,9 +163,11 @@ def multi_head_attention_forward(
             dropout_p=dropout_p,
             need_weights=need_weights,
             key_lengths=key_lengths,
-            average_weights=average_attn_weights,
+            average_weights=average_attn_weights and head_mask is None,
             weights_before_dropout=weights_before_dropout,
         )
+        if head_mask is not None and need_weights:
+            weights = masked_weights(weights, head_mask, average_attn_weights)
     else:
         hidden = hidden_keys(padding, pairs, is_causal, q_in.size(1), kv_len, q_in.device)
         q = _project(q_in, w_q, b_q, num_heads)
@@ -178,6 +192,7 @@ def multi_head_attention_forward(
             need_weights,
             average_attn_weights,
             weights_before_dropout,
+            head_mask,
         )
         if out_proj_weight is not None:
             output = linear(output, out_proj_weight, out_proj_bias)
@@ -220,13 +235,9 @@ def _check_mask_dtype(name: str, mask: Tensor) -> None:
         raise AssertionError(f"only bool and floating types of {name} are supported")
 
 
-def _check_features(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, separate_weights: bool
-) -> None:
+def _check_features(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, separate_weights: bool) -> None:
     if query.size(-1) != embed_dim:
         raise AssertionError(f"was expecting embedding dimension of {embed_dim}, but got {query.size(-1)}")
-    if embed_dim % num_heads != 0:
-        raise AssertionError(f"embed_dim {embed_dim} not divisible by num_heads {num_heads}")
     if separate_weights:
         if key.shape[:-1] != value.shape[:-1]:
             raise AssertionError(
@@ -234,6 +245,17 @@ def _check_features(
             )
     elif key.shape != value.shape:
         raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
+
+
+def _check_heads(w_q: Tensor, embed_dim: int, num_heads: int) -> None:
+    """The rows of w_q are those of whole heads: embed_dim, or fewer where heads were pruned."""
+    rows = w_q.size(0)
+    if rows % num_heads != 0:
+        if rows == embed_dim:
+            raise AssertionError(f"embed_dim {embed_dim} not divisible by num_heads {num_heads}")
+        raise ValueError(
+            f"multi_head_attention_forward: expected query's projection of a multiple of {num_heads} rows, got {rows}"
+        )
 
 
 def _check_extra_keys(
@@ -338,6 +360,7 @@ def attend(
     need_weights: bool,
     average_weights: bool,
     weights_before_dropout: bool,
+    head_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Merged heads (N, L, H D) and weights, whose last columns are the first `extra` keys.
 
@@ -363,10 +386,14 @@ def attend(
         need_weights=need_weights,
         key_lengths=key_lengths,
         causal_bottom_right=is_causal and extra > 0,  # the extra keys shift the corner
-        average_weights=average_weights,
+        average_weights=average_weights and head_mask is None,
         weights_before_dropout=weights_before_dropout,
         need_logsumexp=False,
     )
+    if head_mask is not None:
+        heads = masked_heads(heads, head_mask)
+        if need_weights:
+            weights = masked_weights(weights, head_mask, average_weights)
     if need_weights and extra > 0:
         weights = weights.roll(-extra, -1)
     return heads.transpose(1, 2).flatten(2), weights

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .. import masks
+from ..head_mask import check_head_mask
 from .functional import attend, cleared, hidden_keys, hides, pair_mask, projections, visible_and_added, with_extra_keys
 
 
@@ -21,6 +22,7 @@ def forward_nested(
     average_attn_weights: bool,
     is_causal: bool,
     weights_before_dropout: bool,
+    head_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """forward of a layer on nested query, key and value (N, L*, E)."""
     _check_kinds(layer, query, key, value, key_padding_mask)
@@ -30,6 +32,8 @@ def forward_nested(
         packed, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.in_proj_bias, packed is None
     )
     _check_features((query, key, value), (w_q, w_k, w_v))
+    if head_mask is not None:
+        check_head_mask("MultiheadAttention", head_mask, query.size(0), heads, query.device)
     pairs: Tensor | None = None
     if packed is not None and key is query and value is key and attn_mask is None:
         q, k, v = _padded_heads(linear(query, packed, layer.in_proj_bias), 3 * heads).chunk(3, 1)
@@ -64,6 +68,7 @@ def forward_nested(
         need_weights,
         average_attn_weights,
         weights_before_dropout,
+        head_mask,
     )
     output = layer.out_proj(_nested_like(query, context[~padding], lengths))
     if not need_weights:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import TrainError, shown
 from .model import CharacterModel, Decoder
 from .seq2seq import Seq2Seq
-from .settings import SETTING_NAMES, Settings
+from .settings import ADDED_LATER, SETTING_NAMES, Settings
 
 CHECKPOINT = "checkpoint.pt"
 FORMAT = "mha_ext train checkpoint 1"
@@ -73,7 +73,7 @@ def load(path: Path) -> Checkpoint:
             fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             if fields.pop("format") != FORMAT:
                 raise ValueError
-            settings = fields.pop("settings")
+            settings = {**ADDED_LATER, **fields.pop("settings")}
             checkpoint = Checkpoint(Settings(**{name: settings[name] for name in SETTING_NAMES}), **fields)
     except Exception:  # torch.load raises many kinds for a file that is damaged or something else
         raise TrainError(f"{path} is damaged or not a checkpoint of `python -m mha_ext train`") from None

@@ -16,11 +16,12 @@ from .checkpoint import Checkpoint, build_model, load, restore
 from .data import Windows, fingerprint, read_text
 from .errors import TrainError
 from .folder import choose_folder, claimed, find_checkpoint
+from .heads import HeadMetrics
 from .loop import Trainer, make_optimizer
-from .report import Row, read_metrics
-from .run import METRICS, PROGRAM, Run
+from .report import Metrics
+from .run import HEADS, METRICS, PROGRAM, Run
 from .seq2seq import LinePairs
-from .settings import FIXED, MODEL_DEFAULTS, MODEL_NAMES, SETTING_NAMES, Settings, option
+from .settings import DIVERSITY_KINDS, FIXED, MODEL_DEFAULTS, MODEL_NAMES, SETTING_NAMES, Settings, option
 
 DESCRIPTION = """\
 Trains a Transformer on text, character by character, and shows how well it predicts text that it never saw. Every
@@ -35,12 +36,15 @@ examples:
   {PROGRAM} --attention reference
       only the attention is another: same seed, same data, so metrics.csv of both runs shows the same
       losses, and the summaries tell which was faster
+  {PROGRAM} --head-diversity 0.1
+      heads that are pushed to differ; heads.png shows how much they do, curve.png at what price
   {PROGRAM} --model seq2seq
       an encoder-decoder that restores case and punctuation
   {PROGRAM} --resume runs/decoder-mha_ext-1 --steps 2000
       goes on where that run stopped, up to step 2000
 
-A run writes into a folder of its own: checkpoint.pt, metrics.csv, curve.png, sample.txt, and the exported model.pt.
+A run writes into a folder of its own: checkpoint.pt, metrics.csv, curve.png, heads.csv, heads.png,
+sample.txt, and the exported model.pt.
 Ctrl-C saves first. Exit code 0: done, 2: something to put right, 130: stopped, 141: nobody reads the output."""
 
 
@@ -73,6 +77,8 @@ def make_parser() -> Parser:
     add("--batch-size", type=int, metavar="N", help=f"sequences per step {defaults('batch_size')}")
     add("--lr", type=float, metavar="X", help=f"peak learning rate of AdamW; a cosine follows {defaults('lr')}")
     add("--seed", type=int, metavar="N", help=f"of initial values, batches and dropout {defaults('seed')}")
+    add("--head-diversity", type=float, metavar="X", help=DIVERSITY_HELP)
+    add("--head-diversity-kind", choices=DIVERSITY_KINDS, help=DIVERSITY_KIND_HELP)
     add("--threads", type=int, metavar="N", help="CPU threads (default: as PyTorch chooses)")
     add("--device", metavar="NAME", help=f"cpu, cuda, cuda:1, ... (default: {default.device})")
 
@@ -90,6 +96,15 @@ def make_parser() -> Parser:
 ATTENTION_HELP = (
     "mha_ext (default); reference: softmax(QK^T/sqrt(d))V in plain PyTorch; sdpa: F.scaled_dot_product_attention; "
     "torch: what nn.MultiheadAttention computes. Parameters and checkpoints are the same for all"
+)
+DIVERSITY_HELP = (
+    "adds X times how alike the heads of a layer are, at most 1, to the loss in nats per character that is optimised; "
+    "losses are shown without it. Only with --attention mha_ext; may change on --resume (default: 0)"
+)
+DIVERSITY_KIND_HELP = (
+    "alike in what: redundancy (default) in what they tell, by linear CKA; outputs, positions, subspaces: in "
+    "directions, in the characters they look at, in directions of values, by Li et al. 2018; js: in their weights, by "
+    "Jensen-Shannon divergence"
 )
 RESUME_HELP = (
     "go on from a run's folder or checkpoint, or without PATH from the latest run (from --out if given); "
@@ -143,17 +158,18 @@ def run(options: dict[str, Any]) -> int:
     torch.manual_seed(settings.seed)
     model = build_model(settings, data.characters).to(device)
     optimizer = make_optimizer(model, settings.lr)
-    kept: list[Row] = []
+    kept, kept_heads = [], []
     if checkpoint and resumed_from:
         restore(model, optimizer, checkpoint, resumed_from)
-        kept = read_metrics(resumed_from.parent / METRICS, checkpoint.step)
+        kept = Metrics.read(resumed_from.parent / METRICS, checkpoint.step)
+        kept_heads = HeadMetrics.read(resumed_from.parent / HEADS, checkpoint.step)
 
     step = checkpoint.step if checkpoint else 0
     trainer = Trainer(settings, model, optimizer, data, device, step)
     folder = choose_folder(options.get("out"), settings, resumed_from)
     quiet, with_export = "quiet" in options, "no_export" not in options
     with claimed(folder):
-        return Run(settings, folder, model, trainer, text, quiet, with_export).execute(kept)
+        return Run(settings, folder, model, trainer, text, quiet, with_export).execute(kept, kept_heads)
 
 
 def merge(options: dict[str, Any], checkpoint: Checkpoint | None, path: Path | None) -> Settings:

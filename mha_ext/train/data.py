@@ -18,6 +18,7 @@ from .model import FIRST_CHARACTER, UNKNOWN
 
 HELD_OUT_LIMIT = 50_000  # characters evaluated at most; a longer held-out part is sampled evenly
 HELD_OUT_BATCH = 64  # sequences at once
+HELD_OUT_SAMPLE = 16  # sequences in which heads are looked at
 
 
 @dataclass
@@ -130,13 +131,22 @@ class Windows:
 
     def held_out_batches(self) -> Iterator[Batch]:
         """The held-out text in windows that do not overlap, or as many of them, evenly spread, as the limit allows."""
+        most = max(1, HELD_OUT_LIMIT // self.context)
+        for windows in self.held_out_windows(most).split(HELD_OUT_BATCH):
+            yield Batch((windows[:, :-1].contiguous(),), windows[:, 1:].contiguous())
+
+    def held_out_sample(self) -> Batch:
+        """A few windows of the held-out text, evenly spread."""
+        windows = self.held_out_windows(HELD_OUT_SAMPLE)
+        return Batch((windows[:, :-1].contiguous(),), windows[:, 1:].contiguous())
+
+    def held_out_windows(self, most: int) -> Tensor:
+        """(N, length + 1), N <= most"""
         length = min(self.context, len(self.held_out) - 1)
         count = (len(self.held_out) - 1) // length
-        used = min(count, max(1, HELD_OUT_LIMIT // length))
+        used = min(count, most)
         starts = torch.arange(used) * count // used * length
-        for chunk in starts.split(HELD_OUT_BATCH):
-            windows = self.held_out[chunk.unsqueeze(1) + torch.arange(length + 1)]
-            yield Batch((windows[:, :-1].contiguous(),), windows[:, 1:].contiguous())
+        return self.held_out[starts.unsqueeze(1) + torch.arange(length + 1)]
 
     def describe(self) -> str:
         unknown = int((self.held_out == UNKNOWN).sum())

@@ -9,15 +9,20 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import CHECKPOINT
 from .errors import TrainError
-from .report import read_metrics
-from .run import METRICS
+from .heads import HeadMetrics
+from .report import Metrics
+from .run import HEADS, METRICS
 from .settings import Settings
+from .table import Table
 
 RUNS = Path("runs")
-HALF_WRITTEN = re.compile(rf"\.({re.escape(CHECKPOINT)}|{re.escape(METRICS)})\.\d+\.tmp")  # write_atomically, killed
+TABLES: dict[str, type[Table[Any]]] = {METRICS: Metrics, HEADS: HeadMetrics}
+ATOMICALLY_WRITTEN = "|".join(map(re.escape, (CHECKPOINT, *TABLES)))
+HALF_WRITTEN = re.compile(rf"\.({ATOMICALLY_WRITTEN})\.\d+\.tmp")  # by a process that was killed
 
 
 def find_checkpoint(where: str | None, out: str | None) -> Path:
@@ -75,10 +80,10 @@ def is_free(folder: Path) -> bool:
 
 
 def is_left_over(path: Path) -> bool:
-    if path.name != METRICS:
+    if path.name not in TABLES:
         return HALF_WRITTEN.fullmatch(path.name) is not None
     try:
-        read_metrics(path, last_step=0)
+        TABLES[path.name].read(path, last_step=0)
         return True
     except TrainError:  # a file of the user's that has the same name
         return False

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..heads.recording import record
 from .data import Batch, Windows, step_seed
 from .errors import Diverged
-from .model import UNKNOWN
+from .heads import HeadMetrics, diversity, look_at_heads, recordable
+from .model import UNKNOWN, CharacterModel
 from .report import Metrics, Progress, Row, bits, duration, median
 from .seq2seq import LinePairs
 from .settings import Settings
@@ -69,7 +71,7 @@ class Trainer:
     def __init__(
         self,
         settings: Settings,
-        model: nn.Module,
+        model: CharacterModel,
         optimizer: torch.optim.Optimizer,
         data: Windows | LinePairs,
         device: torch.device,
@@ -77,8 +79,16 @@ class Trainer:
     ) -> None:
         self.settings, self.model, self.optimizer = settings, model, optimizer
         self.data, self.device, self.step = data, device, step
+        self.recordable = recordable(model, settings)
 
-    def run(self, stop: StopRequest, save: Callable[[], None], metrics: Metrics, progress: Progress) -> None:
+    def run(
+        self,
+        stop: StopRequest,
+        save: Callable[[], None],
+        metrics: Metrics,
+        heads: HeadMetrics,
+        progress: Progress,
+    ) -> None:
         """Trains until all steps are done or a stop is asked for; `save` is called in between and at the end."""
         settings = self.settings
         first, began = self.step, time.monotonic()
@@ -90,6 +100,7 @@ class Trainer:
             progress.step(self.step, row.loss, median(recent), seconds_left)
             if self.step % settings.eval_every == 0 or self.step == settings.steps:
                 row.held_out_bits = evaluate(self.model, self.data, self.device)
+                heads.add(*look_at_heads(self.recordable, self.data.held_out_sample().to(self.device), self.step))
                 progress.note(
                     f"step {self.step}/{settings.steps}  training {row.bits:.3f}  "
                     f"held out {row.held_out_bits:.3f} bits per character  {duration(time.monotonic() - began)}"
@@ -107,14 +118,24 @@ class Trainer:
         rate = learning_rate(self.step, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_sum(self.model, batch) / batch.tokens
+        loss, optimized = self.losses(batch)
         value = loss.item()
-        if not math.isfinite(value):
-            raise Diverged(f"the loss became {value} at step {self.step + 1}")
+        if not math.isfinite(optimized.item()):
+            raise Diverged(f"the loss became {optimized.item()} at step {self.step + 1}")
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        optimized.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
         self.optimizer.step()
         self.step += 1
         seconds = time.perf_counter() - began
         return Row(self.step, value, bits(value), batch.tokens, batch.tokens / seconds, rate)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The prediction loss in nats per character, and what is optimised: with the heads' diversity where wanted."""
+        s = self.settings
+        if not s.head_diversity:
+            loss = loss_sum(self.model, batch) / batch.tokens
+            return loss, loss
+        with record(self.model, keep_graph=True) as recording:
+            loss = loss_sum(self.model, batch) / batch.tokens
+        return loss, loss + s.head_diversity * diversity(recording, batch, s.head_diversity_kind)

@@ -6,16 +6,18 @@ import io
 import logging
 import math
 import os
-import re
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .checkpoint import write_atomically
-from .errors import TrainError, shown
+from .table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOG_LINES = 20  # in a log that is not a terminal
 
@@ -99,68 +101,10 @@ class Row:
     held_out_bits: float | None = None  # None: not evaluated after this step
 
 
-HEADER = ",".join(f.name for f in fields(Row))
-HALF_ROW = re.compile(r"\d[\d.e+\-naif]*(,[\d.e+\-naif]*){0,5}")  # what a full disk leaves of a row of 7 numbers
+class Metrics(Table[Row]):
+    """metrics.csv: a row per step."""
 
-
-class Metrics:
-    """metrics.csv: a row per step, on the disk as soon as the step is done."""
-
-    def __init__(self, path: Path, kept: Sequence[Row]) -> None:
-        """Starts the file with `kept`, the rows of the steps before."""
-        self.path = path
-        self.rows = list(kept)
-        write_atomically(path, "\n".join([HEADER, *map(format_row, kept), ""]).encode())
-        self.file = open(path, "a", encoding="utf-8")
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        try:
-            self.file.write(format_row(row) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise TrainError(f"cannot write {self.path}: {error.strerror or error}") from None
-
-    def close(self) -> None:
-        with suppress(OSError):  # it tries once more to write what add() could not, and said so
-            self.file.close()
-
-
-def format_row(row: Row) -> str:
-    return ",".join("" if value is None else f"{value:.8g}" for value in astuple(row))
-
-
-def read_metrics(path: Path, last_step: int) -> list[Row]:
-    """The rows up to `last_step`; none when there is no file. One that holds something else is the user's to move."""
-    try:
-        text = path.read_bytes().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise TrainError(f"cannot read {path}: {error.strerror or error}") from None
-    *lines, last = text.replace("\r\n", "\n").split("\n")
-    if last and not (lines and HALF_ROW.fullmatch(last)):
-        lines.append(last)
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if number > 1:
-                rows.append(parse_row(line))
-            elif line != HEADER:
-                raise ValueError
-        except ValueError:
-            raise TrainError(
-                f"{path}: expected the numbers of this run, got {shown(line)} in line {number}: "
-                "move the file away to go on without it"
-            ) from None
-    return [row for row in rows if row.step <= last_step]
-
-
-def parse_row(line: str) -> Row:
-    step, loss, bit, tokens, speed, rate, held_out = line.split(",")
-    row = Row(int(step), float(loss), float(bit), int(tokens), float(speed), float(rate))
-    row.held_out_bits = float(held_out) if held_out else None
-    return row
+    kind = Row
 
 
 def median(values: Sequence[float]) -> float:
@@ -169,21 +113,30 @@ def median(values: Sequence[float]) -> float:
 
 def write_curve(path: Path, rows: Sequence[Row], title: str) -> str | None:
     """Draws training and held-out bits per character over the steps; returns why not when it cannot."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        axes.plot([row.step for row in rows], [row.bits for row in rows], alpha=0.6, linewidth=1, label="training")
+        held_out = {row.step: row.held_out_bits for row in rows if row.held_out_bits is not None}
+        axes.plot(list(held_out), list(held_out.values()), "o-", label="held out")
+        axes.set(title=title, xlabel="step", ylabel="bits per character")
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+    return write_figure(path, (8, 4.5), draw)
+
+
+def write_figure(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None]) -> str | None:
+    """Writes what `draw` puts on a figure as PNG; returns why not when it cannot."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no loss curve because matplotlib is not installed (pip install matplotlib)"
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+        return "there are no curves because matplotlib is not installed (pip install matplotlib)"
+    figure = Figure(figsize=inches, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot([row.step for row in rows], [row.bits for row in rows], alpha=0.6, linewidth=1, label="training")
-    held_out = {row.step: row.held_out_bits for row in rows if row.held_out_bits is not None}
-    axes.plot(list(held_out), list(held_out.values()), "o-", label="held out")
-    axes.set(title=title, xlabel="step", ylabel="bits per character")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    draw(figure)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     write_atomically(path, buffer.getvalue())

@@ -14,15 +14,17 @@ from .checkpoint import CHECKPOINT, Checkpoint, save, write_atomically
 from .data import Windows, fingerprint
 from .errors import Diverged, TrainError
 from .export import FORMATS, export
+from .heads import HeadMetrics, HeadRow, write_heads
 from .loop import Trainer, evaluate
 from .model import CharacterModel, Decoder
 from .report import Metrics, Progress, Row, duration, median, say, write_curve
 from .sample import continuation, restored_lines
 from .seq2seq import LinePairs, Seq2Seq
-from .settings import Settings
+from .settings import Settings, option
 from .signals import StopRequest
 
 METRICS, CURVE, SAMPLE = "metrics.csv", "curve.png", "sample.txt"
+HEADS, HEADS_CURVE = "heads.csv", "heads.png"
 PROGRAM = "python -m mha_ext train"
 
 
@@ -38,17 +40,19 @@ class Run:
     quiet: bool
     with_export: bool
 
-    def execute(self, kept: Sequence[Row]) -> int:
-        """Trains and leaves the results in the folder; `kept` are the rows of the steps done before. -> exit code"""
+    def execute(self, kept: Sequence[Row], kept_heads: Sequence[HeadRow]) -> int:
+        """Trains and leaves the results in the folder; kept are the rows of the steps done before. -> exit code"""
         if not self.quiet:
             say(*self.introduction())
         self.first_step, self.began = self.trainer.step, time.monotonic()
         self.metrics = Metrics(self.folder / METRICS, kept)
+        self.heads = HeadMetrics(self.folder / HEADS, kept_heads)
         try:
             with StopRequest() as stop:
-                self.trainer.run(stop, self.save, self.metrics, Progress(self.settings.steps, self.quiet))
+                progress = Progress(self.settings.steps, self.quiet)
+                self.trainer.run(stop, self.save, self.metrics, self.heads, progress)
             if stop.signal_number:
-                write_curve(self.folder / CURVE, self.metrics.rows, self.title())
+                self.draw()
                 say("", f"stopped and saved after step {self.trainer.step} of {self.settings.steps}", self.go_on())
                 return 128 + stop.signal_number
             self.finish()
@@ -57,10 +61,13 @@ class Run:
             say("", f"stopped at once; {self.saved() or 'there is no checkpoint yet'}", self.go_on())
             return 130
         except Diverged as error:
-            advice = [f"try a smaller --lr than {self.settings.lr:g}", self.saved()]
+            options = [name for name in ("lr", "head_diversity") if getattr(self.settings, name)]
+            smaller = " or ".join(f"{option(name)} than {getattr(self.settings, name):g}" for name in options)
+            advice = [f"try a smaller {smaller}", self.saved()]
             raise TrainError(f"{error}: {'; '.join(filter(None, advice))}") from None
         finally:
             self.metrics.close()
+            self.heads.close()
 
     def save(self) -> None:
         trainer = self.trainer
@@ -81,7 +88,9 @@ class Run:
         return f"the last checkpoint, {path}, is as it was" if path.exists() else ""
 
     def title(self) -> str:
-        return f"{self.settings.model}, attention {self.settings.attention}"
+        s = self.settings
+        diversity = f", head diversity {s.head_diversity:g} ({s.head_diversity_kind})" if s.head_diversity else ""
+        return f"{s.model}, attention {s.attention}{diversity}"
 
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
@@ -108,13 +117,13 @@ class Run:
     def finish(self) -> None:
         """Curve, sample, export; then the summary, so that the files are there even if nobody reads it."""
         s, folder = self.settings, self.folder
-        files = [(CHECKPOINT, f"to go on: --resume {shlex.quote(str(folder))} --steps N"), (METRICS, "a row per step")]
-        notes: list[str] = []
-        no_curve = write_curve(folder / CURVE, self.metrics.rows, self.title())
-        if no_curve:
-            notes.append(no_curve)
-        else:
-            files.append((CURVE, "training and held-out loss"))
+        files = [
+            (CHECKPOINT, f"to go on: --resume {shlex.quote(str(folder))} --steps N"),
+            (METRICS, "a row per step"),
+            (HEADS, "a row per head at every look at held-out text"),
+        ]
+        drawn, notes = self.draw()
+        files += drawn
 
         sample = self.sample()
         write_atomically(folder / SAMPLE, (sample + "\n").encode())
@@ -128,6 +137,17 @@ class Run:
         if not self.quiet:
             say("", *("  | " + line for line in sample.splitlines()), "")
         say(*self.summary(checked), *(f"  {name:<14} {meaning}" for name, meaning in files), *notes)
+
+    def draw(self) -> tuple[list[tuple[str, str]], list[str]]:
+        """The curves: the names and meanings of those that were drawn, and why others were not."""
+        no_curves = write_curve(self.folder / CURVE, self.metrics.rows, self.title())
+        if no_curves:
+            return [], [no_curves]
+        drawn = [(CURVE, "training and held-out loss")]
+        if self.heads.rows:
+            write_heads(self.folder / HEADS_CURVE, self.heads.rows, self.title())
+            drawn.append((HEADS_CURVE, "how widely heads look, and how alike they are"))
+        return drawn, []
 
     def sample(self) -> str:
         self.model.eval()

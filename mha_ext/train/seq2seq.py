@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import make_attention
-from .data import HELD_OUT_BATCH, HELD_OUT_LIMIT, Batch, encode, step_seed, vocabulary
+from .data import HELD_OUT_BATCH, HELD_OUT_LIMIT, HELD_OUT_SAMPLE, Batch, encode, step_seed, vocabulary
 from .errors import TrainError
 from .model import (
     BEGIN,
@@ -169,6 +169,12 @@ class LinePairs:
         rows = sorted(self.held_out[::every], key=lambda pair: len(pair[1]))  # little padding per batch
         for start in range(0, len(rows), HELD_OUT_BATCH):
             yield self.collate(rows[start : start + HELD_OUT_BATCH])
+
+    def held_out_sample(self) -> Batch:
+        """The longest held-out lines, targets cut to the same length: nothing in the decoder is padding."""
+        rows = sorted(self.held_out, key=lambda pair: len(pair[1]))[-HELD_OUT_SAMPLE:]
+        length = len(rows[0][1])
+        return self.collate([(source, target[:length]) for source, target in rows])
 
     def describe(self) -> str:
         return (

@@ -11,6 +11,7 @@ from .attention import ATTENTION_NAMES
 from .errors import TrainError, shown
 
 MODEL_NAMES = ("decoder", "seq2seq")
+DIVERSITY_KINDS = ("redundancy", "outputs", "positions", "subspaces", "js")  # of mha_ext.heads.diversity
 
 # annotation of a setting -> the types of its values; no subclasses, so that True is no number
 TYPES: dict[str, list[type]] = {
@@ -42,6 +43,8 @@ class Settings:
     checkpoint_every: int = 100
     threads: int | None = None  # None: as PyTorch chooses
     device: str = "cpu"
+    head_diversity: float = 0.0
+    head_diversity_kind: str = "redundancy"
 
     def check(self) -> None:
         """Raises TrainError for a value that no run can have; one from a checkpoint may be of any type."""
@@ -50,6 +53,7 @@ class Settings:
         self._check_rule("text", "names of files", all(type(name) is str for name in self.text))
         self._check_choice("model", MODEL_NAMES)
         self._check_choice("attention", ATTENTION_NAMES)
+        self._check_choice("head_diversity_kind", DIVERSITY_KINDS)
         for name in ("d_model", "heads", "layers", "steps", "batch_size", "eval_every", "checkpoint_every"):
             self._check_range(name, 1, 2**31 - 1)
         self._check_range("context", 2, 2**31 - 1)
@@ -58,6 +62,9 @@ class Settings:
             self._check_range("threads", 1, 1024)
         self._check_rule("dropout", "at least 0 and below 1", 0 <= self.dropout < 1)
         self._check_rule("lr", "above 0 and finite", self.lr > 0 and math.isfinite(self.lr))
+        self._check_rule("head_diversity", "at least 0 and finite", 0 <= self.head_diversity < math.inf)
+        needs_ours = self.head_diversity > 0 and self.attention != "mha_ext"
+        self._check_rule("head_diversity", f"0 with --attention {self.attention}", not needs_ours)
         if self.d_model % self.heads:
             raise TrainError(f"--d-model {self.d_model} is not divisible by --heads {self.heads}")
 
@@ -90,6 +97,9 @@ MODEL_DEFAULTS: dict[str, dict[str, object]] = {
     "decoder": {},
     "seq2seq": {"context": 48, "layers": 2, "batch_size": 32, "steps": 1000},
 }
+
+# Settings that older checkpoints lack; their defaults are what runs did before.
+ADDED_LATER = {name: getattr(Settings(), name) for name in ("head_diversity", "head_diversity_kind")}
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 
