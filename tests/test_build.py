@@ -148,7 +148,7 @@ def test_aten_cpu_capability_is_honoured() -> None:
 
 def test_command_line_teaches() -> None:
     text = run(sys.executable, "-m", "mha_ext", "--help", cwd=ROOT)
-    for command in ("info", "train", "export", "bench", "cmake-dir"):
+    for command in ("info", "train", "export", "heads", "bench", "cmake-dir"):
         assert re.search(rf"^  {command} ", text, re.MULTILINE), text
     wrong = subprocess.run([sys.executable, "-m", "mha_ext", "trian"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == 2

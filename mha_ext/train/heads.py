@@ -81,12 +81,12 @@ def write_heads(path: Path, rows: Sequence[HeadRow], title: str) -> str | None:
     """Draws entropy and redundancy of the heads over the steps; returns why not when it cannot."""
 
     def draw(figure: Figure) -> None:
-        figure.suptitle(title)
+        figure.suptitle(f"{title}: heads (thin), and the mean of each layer")
         entropy, redundancy = figure.subplots(1, 2)
         draw_heads(entropy, rows, "relative_entropy")
-        entropy.set(ylabel="relative entropy of the weights", ylim=(0, 1))
+        entropy.set(ylabel="relative entropy of the weights", ylim=(0, 1.02))
         draw_heads(redundancy, rows, "redundancy")
-        redundancy.set(ylabel="linear CKA with the other heads, mean", ylim=(0, 1))
+        redundancy.set(ylabel="linear CKA with the other heads, mean", ylim=(0, 1.02))
         handles, labels = entropy.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
 

@@ -43,6 +43,7 @@ HOSTILE = [
     "\u4e2d\u6587" * 20,
     "long " * 20_000,
 ]
+write_figure = command.write_figure
 WORDS = ["[PAD]", "[BOS]", "[EOS]", "[UNK]", "[MASK]", *sorted(set(SENTENCE.replace("'", " ' ").split()))]
 SIZES = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {
@@ -110,7 +111,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(command, "write_figure", write_figure)
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +198,7 @@ def spaced(text: str) -> list[str]:
     return list(text.replace(" ", "\u2423"))
 
 
-def test_a_decoder_of_train(trained: dict[str, Path], with_figure: None, tmp_path: Path, capsys: Any) -> None:
-    os.chdir(tmp_path)
+def test_a_decoder_of_train(trained: dict[str, Path], with_figure: None, capsys: Any) -> None:
     folder = trained["decoder"]
     assert cli.main(["heads", str(folder)]) == 0
     assert {path.name for path in Path().iterdir()} == {"heads.html", "heads.png"}
@@ -360,8 +360,7 @@ def test_hostile_text_is_shown_and_not_run(text: str, capsys: Any) -> None:
         assert shown["text"] == " ".join(["long"] * 38)
 
 
-def test_hostile_text_in_a_figure(with_figure: None, tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_hostile_text_in_a_figure(with_figure: None) -> None:
     characters = "".join(sorted(set("".join(HOSTILE))))
     options = [option for text in HOSTILE[:3] for option in ("--text", text)]
     assert main([str(make_run(characters)), *options, "--max-tokens", "30"]) == 0
@@ -388,8 +387,7 @@ def test_minilm_by_name(capsys: Any) -> None:
     assert read_page("page.htm")["inputs"][0]["sequences"][0][:4] == ["[CLS]", "the", "animal", "didn"]
 
 
-def test_without_matplotlib(with_figure: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_matplotlib(with_figure: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert main([str(make_run("ab")), "--text", "abba"]) == 0
     output = capsys.readouterr().out

@@ -1,14 +1,11 @@
 // Two heads side by side, or one head on two inputs, and what one has more than the other.
 
-/** The two places a reader would like to see first: the strongest head, and the one least like it in its layer. */
-function firstComparison(input) {
-  const [{ order, similarity }] = report.inputs[input].attention;
-  const a = { input, layer: 0, head: order[0] };
-  if (report.inputs.length === 1 || order.length > 1) {
-    const least = [...order].sort((x, y) => (similarity[a.head][x] ?? 1) - (similarity[a.head][y] ?? 1))[0];
-    return [a, { ...a, head: least }];
-  }
-  return [a, { ...a, input: (input + 1) % report.inputs.length }];
+/** What to compare with a head at first: the one of its layer that is least like it, or itself on another input. */
+function counterpart(place) {
+  const { order, similarity } = attentionAt(place);
+  if (order.length === 1) return { ...place, input: (place.input + 1) % report.inputs.length };
+  const alike = (head) => similarity[place.head][head] ?? 1;
+  return { ...place, head: order.reduce((least, head) => (alike(head) < alike(least) ? head : least)) };
 }
 
 /** (queries, keys) Levels of the signed square root of a - b: 127 is no difference. */
@@ -143,8 +140,7 @@ function compareView(app) {
     choose("b", b);
     goTo(byId("compare"), byId("compare-title"));
   };
-  const [a, b] = firstComparison(0);
-  choose("a", a);
-  choose("b", b);
+  choose("a", app.place);
+  choose("b", counterpart(app.place));
   return [];
 }

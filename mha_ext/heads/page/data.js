@@ -127,5 +127,5 @@ function isSpecial(token) {
 
 /** A token without what tokenizers put in front of words. */
 function wordOf(token) {
-  return token.replace(/^[\s\u0120\u2581]+/, "").toLowerCase();
+  return token.replace(/^[\s\u0120\u2423\u2581]+/, "").toLowerCase();
 }

@@ -1,10 +1,10 @@
 // One head large: its numbers, its map, its lines, and where all heads of the layer look.
 
 const SHARES = [
-  ["previous", "on the token before"],
+  ["previous", "on previous token"],
   ["self", "on itself"],
-  ["next", "on the token after"],
-  ["first", "on the first token"],
+  ["next", "on next token"],
+  ["first", "on first token"],
 ];
 
 /** [name, number as text] of one head. */
@@ -18,7 +18,7 @@ function factsOf(place) {
     ...SHARES.filter(([name]) => name in attention.shares).map(([name, label]) => {
       return [label, percent(attention.shares[name][head])];
     }),
-    ["like the others (CKA)", fraction(mean(others))],
+    ["CKA with others", fraction(mean(others))],
   ];
 }
 
@@ -111,7 +111,7 @@ function headView(app) {
 
   function stripAbout(token) {
     const where = `in each head of layer ${place.layer}, with the strongest named.`;
-    if (!token) return [`The mean over all tokens that ask, ${where} Point at a token above for that one.`];
+    if (!token) return [`The mean over all tokens that ask, ${where} Point at a token for that one.`];
     const name = element("b", {}, tokenNode((token.side === "query" ? queries : keys)[token.index]));
     return token.side === "query" ? ["What ", name, ` looks at, ${where}`] : ["Who looks at ", name, `, ${where}`];
   }

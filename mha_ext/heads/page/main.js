@@ -27,7 +27,7 @@ function summaryOf(input) {
   const alike = mean(attention.map(({ similarity }) => mean(pairs(similarity))));
   const twinAlike = mean(report.layers.map((layer) => mean(pairs(layer.random_similarity))));
   const facts = [
-    ["different heads: effective rank, part of all", beside(rank, twinRank, percent)],
+    ["different heads: effective rank, part of all", beside(rank, twinRank, (share) => percent(share, 0))],
     ["alike: mean CKA of two heads", beside(alike, twinAlike, fraction)],
   ];
   const known = placesOf(input).map(importanceAt).filter(isNumber);
