@@ -572,6 +572,24 @@ def test_left_over_tables_are_no_run() -> None:
     assert not is_free(Path("out"))
 
 
+def test_numbers_of_long_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = [report.Row(step, 1.5, 2.25, 2**40, 1e10, 0.001, bits) for step, bits in ((123_456_789, None), (2**31, 0.5))]
+    table = report.Metrics(tmp_path / "metrics.csv", rows[:1])
+    table.add(rows[1])
+    table.close()
+    assert report.Metrics.read(tmp_path / "metrics.csv", 2**31) == rows
+    assert report.Metrics.read(tmp_path / "metrics.csv", 2**31 - 1) == rows[:1]
+
+
+def test_rows_that_somebody_took_out_of_heads(with_curve: None) -> None:
+    assert train("--out", "out") == 0
+    lines = Path("out/heads.csv").read_text().splitlines(keepends=True)
+    Path("out/heads.csv").write_text("".join(lines[:1] + lines[2:3] + lines[4:]))
+    assert resume("--resume", "out", "--steps", 8) == 0
+    assert [(row["step"], row["head"]) for row in head_rows("out")] == [("3", "1"), ("6", "1"), ("8", "0"), ("8", "1")]
+    assert Path("out/heads.png").exists()
+
+
 def test_drawn_heads(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -865,7 +883,20 @@ def test_metrics_that_are_something_else(content: bytes | None, capsys: pytest.C
     assert metrics("out")["step"] == [7, 8]
 
 
-@pytest.mark.parametrize("content", [b"step,layer\n", b"\xff\x00" * 9, b"a remark\n", b"6,blocks.0.attention,1,0.5\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"step,layer\n",
+        b"\xff\x00" * 9,
+        b"a remark\n",
+        b"6,blocks.0.attention,1,0.5\n",
+        b"6,$\\x$,1,0.5,0.5\n",
+        b"-6,blocks.0.attention,1,0.5,0.5\n",
+        b"6,blocks.0.attention,1,0.5,x\n",
+        b"6,blocks.0.attention," + b"9" * 400 + b",0.5,0.5\n",
+    ],
+    ids=range(8),
+)
 def test_heads_that_are_something_else(content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--out", "out") == 0
     path = Path("out/heads.csv")

@@ -43,8 +43,8 @@ def analyse(source: Source, texts: Sequence[str], max_tokens: int = 128) -> Repo
         raise CommandError(f"{source.name}: expected the same layers to attend to each text, got different ones")
     return Report(
         model=source.name,
-        layers=[_layer(source.model, entry, of_twin) for entry, *of_twin in zip(seen[0], *twins, strict=True)],
-        inputs=[_input(source, sample, entries, notes) for sample, entries in zip(samples, seen, strict=True)],
+        layers=[_layer(source.model, entry) for entry in seen[0]],
+        inputs=[_input(source, *of_sample, notes) for of_sample in zip(samples, seen, twins, strict=True)],
         loss=source.loss_name,
         notes=list(dict.fromkeys(notes)),
     )
@@ -72,12 +72,8 @@ def _run(source: Source, model: nn.Module, sample: Sample, notes: list[str]) -> 
     return seen
 
 
-def _layer(model: nn.Module, entry: _Seen, twins: Sequence[_Seen]) -> Layer:
-    """The parameters of a layer, and what its twin does on each input."""
+def _layer(model: nn.Module, entry: _Seen) -> Layer:
     parameters = head_parameters(model, entry.layer)
-    similarity = [metrics.linear_cka(twin.call.outputs, twin.call.queries) for twin in twins]
-    spread = [metrics.relative_entropy(twin.call.weights, twin.call.visible, twin.call.queries) for twin in twins]
-    ranks = torch.stack([metrics.effective_rank(matrix) for matrix in similarity])
     share = overlap = expected = None
     if parameters is not None:
         share = _plain(metrics.output_share(parameters.w_o))
@@ -89,13 +85,10 @@ def _layer(model: nn.Module, entry: _Seen, twins: Sequence[_Seen]) -> Layer:
         output_share=share,
         subspace_overlap=overlap,
         expected_overlap=expected,
-        random_relative_entropy=_plain(torch.stack(spread).nanmean(0)),
-        random_similarity=_plain(torch.stack(similarity).nanmean(0)),
-        random_effective_rank=float(ranks.nanmean()),
     )
 
 
-def _input(source: Source, sample: Sample, entries: Sequence[_Seen], notes: list[str]) -> Input:
+def _input(source: Source, sample: Sample, entries: Sequence[_Seen], twins: Sequence[_Seen], notes: list[str]) -> Input:
     gradients: dict[str, Tensor] = {}
     try:
         gradients = importance(source.model, source.loss, [sample])
@@ -104,7 +97,10 @@ def _input(source: Source, sample: Sample, entries: Sequence[_Seen], notes: list
     whose = [(0, 0)] * len(entries)
     if len(sample.sequences) > 1:
         whose = sides([entry.call.offset for entry in entries])
-    attention = [_attention(entry.call, *whose[i], gradients.get(entry.layer)) for i, entry in enumerate(entries)]
+    attention = [
+        _attention(entry.call, twin.call, *sides_of, gradients.get(entry.layer))
+        for entry, twin, sides_of in zip(entries, twins, whose, strict=True)
+    ]
     for entry, shown in zip(entries, attention, strict=True):
         expected = (len(sample.sequences[shown.queries]), len(sample.sequences[shown.keys]))
         if shown.weights.shape[1:] != expected:
@@ -115,10 +111,11 @@ def _input(source: Source, sample: Sample, entries: Sequence[_Seen], notes: list
     return Input(sample.text, sample.sequences, attention, sample.note)
 
 
-def _attention(call: Attended, queries: int, keys: int, gradient: Tensor | None) -> Attention:
-    """Every metric of one call on one sequence."""
+def _attention(call: Attended, twin: Attended, queries: int, keys: int, gradient: Tensor | None) -> Attention:
+    """Every metric of one call on one sequence, beside the same call of the twin."""
     weights, outputs, valid = call.weights, call.outputs, call.queries
     similarity = metrics.linear_cka(outputs, valid)
+    of_twin = metrics.linear_cka(twin.outputs, twin.queries)
     placed = call.offset is not None
     shares = metrics.position_shares(weights, valid, call.offset) if placed else {}
     return Attention(
@@ -135,6 +132,9 @@ def _attention(call: Attended, queries: int, keys: int, gradient: Tensor | None)
         effective_rank=float(metrics.effective_rank(similarity)),
         importance=None if gradient is None else _plain(gradient),
         order=metrics.cluster_order(similarity),
+        random_relative_entropy=_plain(metrics.relative_entropy(twin.weights, twin.visible, twin.queries)),
+        random_similarity=_plain(of_twin),
+        random_effective_rank=float(metrics.effective_rank(of_twin)),
     )
 
 

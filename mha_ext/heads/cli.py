@@ -22,7 +22,7 @@ from ..train.report import say
 from . import plots
 from .analysis import analyse
 from .page import write_page
-from .report import Attention, Layer, Report
+from .report import Attention, Report
 from .sources import MINILM, open_source, printable
 
 PROGRAM = "python -m mha_ext heads"
@@ -52,7 +52,7 @@ examples:
 Per layer it prints
   rank         the effective rank of its heads' outputs: how many different heads they amount to
   likeness     of the outputs of two heads, on average (linear CKA, 0 to 1)
-  (random)     the same of a randomly initialised model of this kind
+  (random)     the same of a randomly initialised model of this kind, on the same texts
   most alike   the two heads whose outputs are most alike
   important    the heads to which the loss is most sensitive, |dL/d gate|, the first most
 
@@ -164,31 +164,27 @@ def introduction(report: Report) -> list[str]:
 def table(report: Report) -> list[str]:
     """A line per layer, means over the inputs."""
     rows = [HEADINGS]
-    for i, (label, layer) in enumerate(zip(plots.layer_labels(report), report.layers, strict=True)):
-        rows.append([printable(shortened(label, 40)), *figures(layer, [text.attention[i] for text in report.inputs])])
+    for i, label in enumerate(plots.layer_labels(report)):
+        rows.append([printable(shortened(label, 40)), *figures([text.attention[i] for text in report.inputs])])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [*lines, f"(important for: {report.loss})"]
 
 
-def figures(layer: Layer, seen: Sequence[Attention]) -> list[str]:
+def figures(seen: Sequence[Attention]) -> list[str]:
     """What the table says of a layer, under all headings but the first."""
     similarity = mean([attention.similarity for attention in seen])
-    ranks = [attention.effective_rank for attention in seen if math.isfinite(attention.effective_rank)]
-    rank = sum(ranks) / len(ranks) if ranks else None
-    twin = None if layer.random_similarity is None else likeness(layer.random_similarity)
+    rank = plots.mean_of_known(attention.effective_rank for attention in seen)
+    random_rank = plots.mean_of_known(attention.random_effective_rank for attention in seen)
+    likeness = plots.mean_of_known(plots.likeness(attention.similarity) for attention in seen)
+    random_likeness = plots.mean_of_known(plots.likeness(attention.random_similarity) for attention in seen)
     importance = [attention.importance for attention in seen if attention.importance is not None]
     return [
-        f"{number(rank, 1)} of {layer.heads} ({number(layer.random_effective_rank, 1)})",
-        f"{number(likeness(similarity), 2)} ({number(twin, 2)})",
+        f"{number(rank, 1)} of {len(similarity)} ({number(random_rank, 1)})",
+        f"{number(likeness, 2)} ({number(random_likeness, 2)})",
         most_alike(similarity),
         most_important(mean(importance)) if importance else "-",
     ]
-
-
-def likeness(similarity: Tensor) -> float:
-    """The mean of a (H, H) similarity over pairs of different heads."""
-    return float(plots.mean_of_others(similarity).nanmean())
 
 
 def most_alike(similarity: Tensor) -> str:
@@ -208,8 +204,8 @@ def mean(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values)).nanmean(0)
 
 
-def number(value: float | None, decimals: int) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{decimals}f}"
+def number(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if math.isfinite(value) else "-"
 
 
 def shortened(text: str, longest: int) -> str:

@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import functional, masks, ops, replace
+from .. import functional, masks, modules, ops, replace
 from .. import nn as ours
 from ..integrations import transformers as integration
 
@@ -349,10 +349,23 @@ def heads_apart(
     name: str, given: dict[str, Any], attention: Callable[[Call, Callable[..., Any]], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor]:
     """The operator `multi_head_attention` in three steps, of which attention(call, run) is the middle one."""
-    q, k, v = (
-        F.linear(given[name], given[weight], given.get(bias))
-        for name, weight, bias in (("query", "w_q", "b_q"), ("key", "w_k", "b_k"), ("value", "w_v", "b_v"))
+    hidden = modules._hidden_keys(
+        given["query"],
+        given["key"],
+        given["value"],
+        given["num_heads"],
+        given.get("mask"),
+        given.get("bias"),
+        given.get("is_causal", False),
+        given.get("causal_bottom_right", False),
+        given.get("key_lengths"),
     )
+    key, value = given["key"], given["value"]
+    if hidden is not None:  # a NaN there would reach the gradients of the weights, as 0 NaN = NaN
+        key, value = key.masked_fill(hidden[0], 0.0), value.masked_fill(hidden[1], 0.0)
+    q = F.linear(given["query"], given["w_q"], given.get("b_q"))
+    k = F.linear(key, given["w_k"], given.get("b_k"))
+    v = F.linear(value, given["w_v"], given.get("b_v"))
     call = of_projections(name, given, q, k, v)
 
     def run(**changed: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -49,6 +50,17 @@ def mean_of_others(matrix: Tensor) -> Tensor:
     """(H, H) -> (H,): the mean of each row without its diagonal and without NaN; NaN for a single head."""
     hidden = torch.eye(len(matrix), dtype=torch.bool)
     return matrix.masked_fill(hidden, math.nan).nanmean(1)
+
+
+def likeness(similarity: Tensor | None) -> float:
+    """The mean of a (H, H) similarity over pairs of different heads; NaN if it is not known."""
+    return math.nan if similarity is None else float(mean_of_others(similarity).nanmean())
+
+
+def mean_of_known(values: Iterable[float | None]) -> float:
+    """The mean of those that are numbers; NaN if none is."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 Values = Callable[[Layer, Attention], "Tensor | None"]
@@ -151,11 +163,11 @@ def lines(report: Report, layer: int, head: int, input: int = 0, query: int | No
 
 
 def redundancy(report: Report, layer: int, input: int = 0) -> Figure:
-    """How alike the outputs of a layer's heads are (linear CKA), similar ones side by side, and its random twin."""
+    """How alike the outputs of a layer's heads are (linear CKA), similar ones side by side, and of its random twin."""
     shown = _input("redundancy", report, input)
     _check_index("redundancy", "layer", layer, len(report.layers))
     described, attention = report.layers[layer], shown.attention[layer]
-    twin = described.random_similarity
+    twin = attention.random_similarity
     side = 1.6 + 0.42 * min(described.heads, 32)
     figure = _figure(1.2 + side * (1 if twin is None else 2), 1.0 + side, "compressed")
     panels = figure.subplots(1, 1 if twin is None else 2, squeeze=False)[0]
@@ -163,10 +175,9 @@ def redundancy(report: Report, layer: int, input: int = 0) -> Figure:
     panels[0].set_title(f"effective rank {attention.effective_rank:.1f} of {described.heads}", fontsize=10)
     if twin is not None:
         _draw_matrix(panels[1], twin, list(range(described.heads)))
-        rank = described.random_effective_rank
+        rank = attention.random_effective_rank
         found = "" if rank is None else f": effective rank {rank:.1f}"
-        which = f", mean of {len(report.inputs)} inputs" if len(report.inputs) > 1 else ""
-        panels[1].set_title(f"randomly initialised{which}{found}", fontsize=10)
+        panels[1].set_title(f"randomly initialised{found}", fontsize=10)
     figure.colorbar(panels[0].images[0], ax=list(panels), label="linear CKA", fraction=0.04, pad=0.02)
     _title(figure, f"{report.model}: {described.name}", shown.text)
     return figure
@@ -188,7 +199,10 @@ def metric(report: Report, name: str, input: int = 0) -> Figure:
 
 
 def mechanisms(report: Report, input: int = 0) -> Figure:
-    """What keeps heads apart, over the layers: where they start, gradients, subspaces, W_o, what remains."""
+    """What keeps heads apart, over the layers: where they start, gradients, subspaces, W_o, what remains.
+
+    Likeness and effective rank, of this model and of its random twin, are means over the inputs.
+    """
     shown = _input("mechanisms", report, input)
     figure = _figure(13, 7.2)
     panels = figure.subplots(2, 3).flatten()
@@ -245,7 +259,7 @@ def summary(report: Report) -> Figure:
     maps.colorbar(
         grid.images[0], ax=grid, label="weight", fraction=0.04, pad=0.02, aspect=30, shrink=0.8, panchor=False
     )
-    _draw_panels(panels, report, shown)
+    _draw_panels(panels, replace(report, inputs=[shown]), shown)
     for axes in (panels[0], panels[2], panels[3]):
         others.colorbar(axes.images[0], ax=axes, location="bottom", fraction=0.06, pad=0.02)
     _title(figure, report.model, shown.text)
@@ -254,7 +268,7 @@ def summary(report: Report) -> Figure:
 
 def most_redundant_layer(shown: Input) -> int:
     """The layer whose heads' outputs are most alike on average."""
-    means = [float(mean_of_others(attention.similarity).nanmean()) for attention in shown.attention]
+    means = [likeness(attention.similarity) for attention in shown.attention]
     return max(range(len(means)), key=lambda i: -1.0 if math.isnan(means[i]) else means[i])
 
 
@@ -346,9 +360,8 @@ def _write_numbers(axes: Axes, table: Tensor, most: float) -> None:
 
 def _draw_start(axes: Axes, report: Report, shown: Input) -> None:
     axes.set_title("where heads start: likeness of outputs")
-    trained = _mean_over_inputs(report, lambda attention: float(mean_of_others(attention.similarity).nanmean()))
-    twins = [layer.random_similarity for layer in report.layers]
-    random = [math.nan if twin is None else float(mean_of_others(twin).nanmean()) for twin in twins]
+    trained = _mean_over_inputs(report, lambda attention: likeness(attention.similarity))
+    random = _mean_over_inputs(report, lambda attention: likeness(attention.random_similarity))
     axes.plot(trained, "o-", color=TRAINED, label="this model")
     axes.plot(random, "s--", color=RANDOM, label="randomly initialised")
     axes.set(ylabel="mean linear CKA of two heads", ylim=(0, 1))
@@ -377,19 +390,19 @@ def _draw_output(axes: Axes, report: Report, shown: Input) -> None:
 
 def _draw_ranks(axes: Axes, report: Report, shown: Input) -> None:
     axes.set_title("how many different heads are left")
-    twins = [layer.random_effective_rank for layer in report.layers]
     trained = _mean_over_inputs(report, lambda attention: attention.effective_rank)
+    random = _mean_over_inputs(report, lambda attention: attention.random_effective_rank)
     axes.plot(trained, "o-", color=TRAINED, label="this model")
-    axes.plot([math.nan if twin is None else twin for twin in twins], "s--", color=RANDOM, label="randomly initialised")
+    axes.plot(random, "s--", color=RANDOM, label="randomly initialised")
     axes.plot([layer.heads for layer in report.layers], "-.", color=NEUTRAL, label="number of heads")
     axes.set(ylabel="effective rank")
     axes.set_ylim(bottom=0)
 
 
-def _mean_over_inputs(report: Report, value: Callable[[Attention], float]) -> list[float]:
-    """A number per layer, to compare with that of the random twin, which is a mean over the inputs too."""
-    values = [[value(attention) for attention in text.attention] for text in report.inputs]
-    return torch.tensor(values).nanmean(0).tolist()
+def _mean_over_inputs(report: Report, value: Callable[[Attention], float | None]) -> list[float]:
+    """A number per layer."""
+    by_layer = zip(*(text.attention for text in report.inputs), strict=True)
+    return [mean_of_known(map(value, seen)) for seen in by_layer]
 
 
 def _dots(axes: Axes, rows: Sequence[Tensor | None]) -> None:

@@ -12,21 +12,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer: its parameters, and a randomly initialised twin of it. None: cannot be told."""
+    """One attention layer and its parameters. None: cannot be told."""
 
     name: str  # of the module in the model
     heads: int
     output_share: Tensor | None  # (H,) of W_o, sums to 1
     subspace_overlap: Tensor | None  # (H, H) 0 to 1
     expected_overlap: float | None  # of independent random subspaces of these sizes
-    random_relative_entropy: Tensor | None  # (H,) of the twin, mean over the inputs
-    random_similarity: Tensor | None  # (H, H) linear CKA between the outputs of the twin's heads, mean over the inputs
-    random_effective_rank: float | None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer on one input."""
+    """One layer on one input, and a randomly initialised twin of it on the same input: linear CKA depends on the number
+    of tokens, so a twin is compared on none but its own."""
 
     queries: int  # whose tokens the rows are: an index into Input.sequences
     keys: int  # and the columns
@@ -41,6 +39,9 @@ class Attention:
     effective_rank: float  # 1 to H: how many different heads
     importance: Tensor | None  # (H,) |dL/d gate|; None where there is no loss
     order: list[int]  # the heads, similar ones side by side
+    random_relative_entropy: Tensor | None  # (H,) of the twin; None where there is none
+    random_similarity: Tensor | None  # (H, H) likewise
+    random_effective_rank: float | None
 
 
 @dataclass(frozen=True)

@@ -100,14 +100,15 @@ def draw_heads(axes: Axes, rows: Sequence[HeadRow], column: str) -> None:
     layers = list(dict.fromkeys(row.layer for row in rows))
     colors = matplotlib.colormaps["viridis"](torch.linspace(0, 0.9, len(layers)).tolist())
     for layer, color in zip(layers, colors, strict=True):
-        heads: dict[int, dict[int, float]] = {}
+        of_heads: dict[int, dict[int, float]] = {}
+        of_steps: dict[int, list[float]] = {}
         for row in rows:
             if row.layer == layer:
-                heads.setdefault(row.head, {})[row.step] = getattr(row, column)
-        for line in heads.values():
+                of_heads.setdefault(row.head, {})[row.step] = getattr(row, column)
+                of_steps.setdefault(row.step, []).append(getattr(row, column))
+        for line in of_heads.values():
             axes.plot(list(line), list(line.values()), color=color, alpha=0.35, linewidth=0.8)
-        steps = list(heads[0])
-        means = [sum(line[step] for line in heads.values()) / len(heads) for step in steps]
-        axes.plot(steps, means, "o-", color=color, markersize=3, label=layer)
+        means = [sum(values) / len(values) for values in of_steps.values()]
+        axes.plot(list(of_steps), means, "o-", color=color, markersize=3, label=layer)
     axes.set(xlabel="step")
     axes.grid(alpha=0.3)

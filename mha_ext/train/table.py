@@ -20,19 +20,32 @@ class HasStep(Protocol):
 
 R = TypeVar("R", bound=HasStep)
 
-# annotation of a column -> how its cells are read, and what they and their beginnings look like
+NUMBER, NAME = r"[\d.e+\-naif]*", r"[\w.]*"  # cells, and what a full disk leaves of them
+
+
+def read_count(cell: str) -> int:
+    if not re.fullmatch(r"\d{1,18}", cell):
+        raise ValueError
+    return int(cell)
+
+
+def read_name(cell: str) -> str:
+    if not re.fullmatch(NAME, cell):
+        raise ValueError
+    return cell
+
+
+# annotation of a column -> how its cells are read
 READ: dict[str, Callable[[str], object]] = {
-    "int": int,
+    "int": read_count,
     "float": float,
-    "str": str,
+    "str": read_name,
     "float | None": lambda cell: float(cell) if cell else None,
 }
-CELL = {"str": r"[\w.]*"}
-NUMBER = r"[\d.e+\-naif]*"
 
 
 class Table(Generic[R]):
-    """A CSV file whose columns are the fields of a dataclass: int, float, str, or float | None for empty cells too."""
+    """A CSV file whose columns are the fields of a dataclass: int (from 0), float, str (a name), or float | None."""
 
     kind: type[R]  # the dataclass
 
@@ -97,7 +110,9 @@ class Table(Generic[R]):
         return (
             line[0].isdecimal()
             and len(cells) < len(columns)
-            and all(re.fullmatch(CELL.get(str(f.type), NUMBER), cell) for f, cell in zip(columns, cells, strict=False))
+            and all(
+                re.fullmatch(NAME if f.type == "str" else NUMBER, cell) for f, cell in zip(columns, cells, strict=False)
+            )
         )
 
 
@@ -108,4 +123,4 @@ def format_row(row: HasStep) -> str:
 def format_cell(value: object) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else f"{value:.8g}"
+    return f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -73,6 +73,7 @@ def attention_of(weights: Tensor, queries: int, keys: int, importance: Tensor | 
     i, j = torch.arange(rows)[:, None], torch.arange(columns)
     places = {"previous": j == i - 1, "next": j == i + 1, "self": j == i, "first": (j == 0).expand(rows, -1)}
     own = queries == keys
+    random_similarity = linear_cka(torch.randn(heads, rows, 8) + 0.5 * torch.randn(rows, 8))
     return Attention(
         queries=queries,
         keys=keys,
@@ -87,22 +88,21 @@ def attention_of(weights: Tensor, queries: int, keys: int, importance: Tensor | 
         effective_rank=effective_rank(similarity),
         importance=importance,
         order=similarity[0].argsort(descending=True).tolist(),
+        random_relative_entropy=0.97 + 0.02 * torch.rand(heads),
+        random_similarity=random_similarity,
+        random_effective_rank=effective_rank(random_similarity),
     )
 
 
 def layer_of(name: str, heads: int, head_dim: int = 4, features: int = 32) -> Layer:
     share = (1 + 2 * torch.rand(heads)).square()
     overlap = (0.1 + 0.5 * torch.rand(heads, heads)).triu(1)
-    random_outputs = torch.randn(heads, 16, 8) + 0.5 * torch.randn(16, 8)
     return Layer(
         name=name,
         heads=heads,
         output_share=share / share.sum(),
         subspace_overlap=overlap + overlap.T + torch.eye(heads),
         expected_overlap=head_dim / features,
-        random_relative_entropy=0.97 + 0.02 * torch.rand(heads),
-        random_similarity=linear_cka(random_outputs),
-        random_effective_rank=effective_rank(linear_cka(random_outputs)),
     )
 
 
@@ -168,8 +168,11 @@ def smallest_report() -> Report:
         effective_rank=math.nan,
         importance=None,
         order=[0],
+        random_relative_entropy=None,
+        random_similarity=None,
+        random_effective_rank=None,
     )
-    layer = Layer("attention", 1, None, None, None, None, None, None)
+    layer = Layer("attention", 1, None, None, None)
     return Report(model="smallest", layers=[layer], inputs=[Input("yes", [["yes"]], [attention])])
 
 
@@ -191,8 +194,11 @@ def unknown_report() -> Report:
         effective_rank=math.nan,
         importance=none,
         order=[1, 0],
+        random_relative_entropy=none,
+        random_similarity=matrix,
+        random_effective_rank=math.inf,
     )
-    layer = Layer("unknown", 2, None, None, None, none, matrix, math.inf)
+    layer = Layer("unknown", 2, None, None, None)
     return Report(model="unknown", layers=[layer], inputs=[Input("a b c", [["a", "b", "c"]], [attention])])
 
 

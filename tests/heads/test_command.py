@@ -11,6 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from mha_ext.train import cli as train
 from mha_ext.train.checkpoint import CHECKPOINT, Checkpoint, build_model
 from mha_ext.train.loop import make_optimizer
 from mha_ext.train.settings import Settings
+from tests.heads.sample_report import sentence_report, smallest_report
 
 HOSTILE = [
     "</script><script>document.title = 'run'</script><!--",
@@ -183,12 +185,13 @@ def assert_whole(report: Report) -> None:
         heads = layer.heads
         assert attention.weights.dtype == torch.float32 and attention.importance is not None
         torch.testing.assert_close(attention.weights.sum(-1), torch.ones(attention.weights.shape[:2]))
-        for vector in (attention.entropy, attention.importance, layer.random_relative_entropy):
+        for vector in (attention.entropy, attention.importance, attention.random_relative_entropy):
             assert vector.shape == (heads,) and bool((vector >= 0).all())
         assert layer.output_share is not None and float(layer.output_share.sum()) == pytest.approx(1.0)
-        for matrix in (attention.similarity, layer.subspace_overlap, layer.random_similarity):
+        for matrix in (attention.similarity, layer.subspace_overlap, attention.random_similarity):
             torch.testing.assert_close(matrix.diagonal(), torch.ones(heads), atol=1e-3, rtol=0)
-        assert 1 <= attention.effective_rank <= heads + 1e-3 and 1 <= layer.random_effective_rank <= heads + 1e-3
+        for rank in (attention.effective_rank, attention.random_effective_rank):
+            assert 1 <= rank <= heads + 1e-3
         assert layer.expected_overlap is not None and 0 < layer.expected_overlap <= 1
         assert sorted(attention.order) == list(range(heads))
         assert (attention.distance is None) == (attention.queries != attention.keys) == (attention.shares == {})
@@ -220,6 +223,24 @@ def test_a_decoder_of_train(trained: dict[str, Path], with_figure: None, capsys:
         torch.testing.assert_close(weights_of(shown, 4), expected.flatten(1), atol=5e-3, rtol=0)
         x = block(x)
     assert_whole(analyse(open_source(str(folder / CHECKPOINT)), [SENTENCE, "it was"]))
+
+
+def test_the_table_has_means_over_the_inputs() -> None:
+    report = sentence_report(layers=3)
+    headings, *rows = [re.split("  +", line) for line in command.table(report)[:-1]]
+    assert headings == command.HEADINGS and len(rows) == 3
+    for layer, (name, rank, likeness, *_) in enumerate(rows):
+        seen = [text.attention[layer] for text in report.inputs]
+        ranks = [sum(a.effective_rank for a in seen) / 2, sum(a.random_effective_rank for a in seen) / 2]
+        similarity = [sum(a.similarity for a in seen) / 2, sum(a.random_similarity for a in seen) / 2]
+        pairs = [float(matrix.sum() - 8) / 56 for matrix in similarity]  # without the 8 ones on the diagonal
+        assert (name, rank) == (str(layer), "{:.1f} of 8 ({:.1f})".format(*ranks))
+        assert likeness == "{:.2f} ({:.2f})".format(*pairs)
+    twins = [replace(a, random_similarity=None, random_effective_rank=None) for a in report.inputs[1].attention]
+    report = replace(report, inputs=[report.inputs[0], replace(report.inputs[1], attention=twins)])
+    found = report.inputs[0].attention[0].random_effective_rank
+    assert f" of 8 ({found:.1f}) " in command.table(report)[1]  # of the inputs that have a twin
+    assert command.table(smallest_report())[1].split() == ["attention", "-", "of", "1", "(-)", "-", "(-)", "-", "-"]
 
 
 def attention_by_formula(layer: Any, x: Tensor) -> Tensor:

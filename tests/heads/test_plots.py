@@ -155,13 +155,13 @@ def test_lines_of_one_query() -> None:
 
 def test_redundancy_is_clustered_and_beside_its_twin() -> None:
     report = sentence_report()
-    attention, layer = report.inputs[0].attention[2], report.layers[2]
-    own, twin = plots.redundancy(report, 2).axes[:2]
+    attention = report.inputs[1].attention[2]
+    own, twin = plots.redundancy(report, 2, input=1).axes[:2]
     np.testing.assert_array_equal(own.images[0].get_array(), attention.similarity[attention.order][:, attention.order])
     assert labels(own.xaxis) == labels(own.yaxis) == [str(head) for head in attention.order]
-    np.testing.assert_array_equal(twin.images[0].get_array(), layer.random_similarity)
+    np.testing.assert_array_equal(twin.images[0].get_array(), attention.random_similarity)
     assert own.get_title() == f"effective rank {attention.effective_rank:.1f} of 8"
-    assert f"{layer.random_effective_rank:.1f}" in twin.get_title()
+    assert twin.get_title() == f"randomly initialised: effective rank {attention.random_effective_rank:.1f}"
     assert len(plots.redundancy(smallest_report(), 0).axes) == 2  # no twin: the matrix and its colours
 
 
@@ -196,9 +196,10 @@ def test_fewer_heads_in_one_layer() -> None:
     few = {
         name: getattr(one, name)[:2] for name in ("weights", "entropy", "relative_entropy", "distance", "importance")
     }
+    few["random_relative_entropy"] = few["random_similarity"] = few["random_effective_rank"] = None
     square = {name: getattr(one, name)[:2, :2] for name in ("divergence", "similarity", "cosine")}
     pruned = replace(one, **few, **square, order=[1, 0], shares={name: share[:2] for name, share in one.shares.items()})
-    layers = [report.layers[0], replace(report.layers[1], heads=2, random_similarity=None, output_share=None)]
+    layers = [report.layers[0], replace(report.layers[1], heads=2, output_share=None)]
     report = replace(
         report, layers=layers, inputs=[replace(report.inputs[0], attention=[report.inputs[0].attention[0], pruned])]
     )
@@ -209,15 +210,23 @@ def test_fewer_heads_in_one_layer() -> None:
     image_of(plots.mechanisms(report))
 
 
+def alike(similarity: torch.Tensor) -> float:
+    """The mean over pairs of different heads."""
+    return float(similarity[~torch.eye(len(similarity), dtype=torch.bool)].mean())
+
+
 def test_mechanisms_show_this_model_beside_a_random_one() -> None:
     report = sentence_report()
     panels = plots.mechanisms(report).axes
     assert [axes.get_title()[:2] for axes in panels] == ["1.", "2.", "3.", "4.", "5.", ""]
-    trained, random, heads = panels[4].lines
-    ranks = [[attention.effective_rank for attention in text.attention] for text in report.inputs]
-    np.testing.assert_allclose(trained.get_ydata(), np.mean(ranks, axis=0), rtol=1e-6)  # over the inputs, as the twin's
-    np.testing.assert_allclose(random.get_ydata(), [layer.random_effective_rank for layer in report.layers])
-    assert list(heads.get_ydata()) == [8] * 4
+    assert list(panels[4].lines[2].get_ydata()) == [8] * 4  # heads
+    for axes, numbers in [
+        (panels[0], lambda a: (alike(a.similarity), alike(a.random_similarity))),
+        (panels[4], lambda a: (a.effective_rank, a.random_effective_rank)),
+    ]:
+        expected = np.mean([[numbers(a) for a in text.attention] for text in report.inputs], axis=0)  # over the inputs
+        found = np.stack([line.get_ydata() for line in axes.lines[:2]], axis=-1)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
     dots = np.concatenate([line.get_ydata() for line in panels[3].lines[:4]])
     np.testing.assert_allclose(dots, torch.cat([layer.output_share for layer in report.layers]))
 
@@ -242,6 +251,10 @@ def test_the_summary_shows_the_first_input() -> None:
     means = [float((a.similarity.sum() - 8) / 56) for a in report.inputs[0].attention]
     assert means[layer] == max(means)
     assert any(report.layers[layer].name in text for text in texts(figure))
+    (ranks,) = [axes for axes in figure.axes if axes.get_ylabel() == "effective rank"]
+    trained, random, _ = ranks.lines
+    assert list(trained.get_ydata()) == [a.effective_rank for a in report.inputs[0].attention]
+    assert list(random.get_ydata()) == [a.random_effective_rank for a in report.inputs[0].attention]
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -109,14 +109,8 @@ def _check(report: Report) -> None:
 def _check_layer(layer: Layer) -> None:
     if layer.heads < 1:
         raise ValueError(f"write_page: expected a head or more in {layer.name}, got {layer.heads}")
-    vector, matrix = (layer.heads,), (layer.heads, layer.heads)
-    for name, shape in (
-        ("output_share", vector),
-        ("subspace_overlap", matrix),
-        ("random_relative_entropy", vector),
-        ("random_similarity", matrix),
-    ):
-        _check_shape(f"{name} of {layer.name}", getattr(layer, name), shape)
+    _check_shape(f"output_share of {layer.name}", layer.output_share, (layer.heads,))
+    _check_shape(f"subspace_overlap of {layer.name}", layer.subspace_overlap, (layer.heads, layer.heads))
 
 
 def _check_attention(where: str, heads: int, sequences: list[list[str]], attention: Attention) -> None:
@@ -132,11 +126,11 @@ def _check_attention(where: str, heads: int, sequences: list[list[str]], attenti
     wrong = attention.weights[(attention.weights < -1e-3) | (attention.weights > 1 + 1e-3)]
     if wrong.numel():
         raise ValueError(f"write_page: expected weights {where} from 0 to 1, got {wrong[0].item():.4g}")
-    for name in ("entropy", "relative_entropy", "distance", "importance"):
+    for name in ("entropy", "relative_entropy", "distance", "importance", "random_relative_entropy"):
         _check_shape(f"{name} {where}", getattr(attention, name), (heads,))
     for name, share in attention.shares.items():
         _check_shape(f"shares[{name!r}] {where}", share, (heads,))
-    for name in ("divergence", "similarity", "cosine"):
+    for name in ("divergence", "similarity", "cosine", "random_similarity"):
         _check_shape(f"{name} {where}", getattr(attention, name), (heads, heads))
     if sorted(attention.order) != list(range(heads)):
         raise ValueError(f"write_page: expected order {where} to name {heads} heads once, got {attention.order}")

@@ -20,15 +20,14 @@ function showTop() {
 
 /** [name, text] The model in a few numbers, means over its layers. */
 function summaryOf(input) {
-  const attention = report.inputs[input].attention;
+  const { attention } = report.inputs[input];
   const beside = (value, twin, read) => (isNumber(twin) ? `${read(value)}, random twin ${read(twin)}` : read(value));
-  const rank = mean(attention.map(({ effective_rank }, layer) => part(effective_rank, report.layers[layer].heads)));
-  const twinRank = mean(report.layers.map((layer) => part(layer.random_effective_rank, layer.heads)));
-  const alike = mean(attention.map(({ similarity }) => mean(pairs(similarity))));
-  const twinAlike = mean(report.layers.map((layer) => mean(pairs(layer.random_similarity))));
+  const rank = (name) => mean(attention.map((found, layer) => part(found[name], report.layers[layer].heads)));
+  const alike = (name) => mean(attention.map((found) => mean(pairs(found[name]))));
+  const ranks = beside(rank("effective_rank"), rank("random_effective_rank"), (share) => percent(share, 0));
   const facts = [
-    ["different heads: effective rank, part of all", beside(rank, twinRank, (share) => percent(share, 0))],
-    ["alike: mean CKA of two heads", beside(alike, twinAlike, fraction)],
+    ["different heads: effective rank, part of all", ranks],
+    ["alike: mean CKA of two heads", beside(alike("similarity"), alike("random_similarity"), fraction)],
   ];
   const known = placesOf(input).map(importanceAt).filter(isNumber);
   if (known.length) facts.push(["heads that carry half of all importance", `${halfOf(known)} of ${known.length}`]);

@@ -13,13 +13,12 @@ function versus(model, twin, read) {
 
 function initialisationFigures({ input, layer: current }) {
   const similarity = layerRows((layer) => {
-    const model = mean(pairs(attentionAt({ input, layer }).similarity));
-    const twin = mean(pairs(report.layers[layer].random_similarity));
+    const { similarity, random_similarity } = attentionAt({ input, layer });
+    const [model, twin] = [mean(pairs(similarity)), mean(pairs(random_similarity))];
     return { model: [model], twin: [twin], text: versus(model, twin, fraction) };
   });
   const rank = layerRows((layer) => {
-    const model = attentionAt({ input, layer }).effective_rank;
-    const twin = report.layers[layer].random_effective_rank;
+    const { effective_rank: model, random_effective_rank: twin } = attentionAt({ input, layer });
     return { model: [model], twin: [twin], text: versus(model, twin, numeral) };
   });
   const heads = Math.max(...report.layers.map((layer) => layer.heads));
@@ -33,8 +32,8 @@ function initialisationFigures({ input, layer: current }) {
 function gradientsFigures(app, { input, layer: current }) {
   if (placesOf(input).map(importanceAt).some(isNumber)) return [importanceFigure(app, input)];
   const rows = layerRows((layer) => {
-    const model = attentionAt({ input, layer }).relative_entropy;
-    const twin = report.layers[layer].random_relative_entropy ?? [];
+    const { relative_entropy: model, random_relative_entropy } = attentionAt({ input, layer });
+    const twin = random_relative_entropy ?? [];
     return { model, twin, text: versus(mean(model), mean(twin), fraction) };
   });
   return [dotRows("Relative entropy of the heads", rows, { high: 1, current })];

@@ -63,7 +63,8 @@ function redundancyView(app) {
   function show(place) {
     const attention = attentionAt(place);
     const { layer } = place;
-    const twin = report.layers[layer].random_similarity;
+    const { heads } = report.layers[layer];
+    const { random_similarity: twin, random_effective_rank: twinRank } = attention;
     const compare = (a, b) => app.compare({ ...app.place, head: a }, { ...app.place, head: b });
     byId("similarity-title").textContent = `Layer ${layer}: ${measure.label}`;
     byId("similarity-about").textContent = measure.about;
@@ -73,7 +74,6 @@ function redundancyView(app) {
     byId("similarity-legend").replaceChildren(measureLegend(measure));
     byId("twin-map").replaceChildren(twin ? twinMap(layer, twin, attention.order) : unknown());
     byId("twin-legend").replaceChildren(twin ? measureLegend(MEASURES[0]) : "");
-    const { heads, random_effective_rank: twinRank } = report.layers[layer];
     byId("similarity-facts").replaceChildren(...matrixFacts(heads, attention.effective_rank, attention.similarity));
     byId("twin-facts").replaceChildren(...matrixFacts(heads, twinRank, twin));
   }
