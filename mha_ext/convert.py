@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from .modules import MultiHeadAttention
 from .nn import MultiheadAttention
 from .probe import PROJECTIONS
-from .projections import has_hooks, plain_parameters
+from .projections import has_hooks, is_conv1d, plain_parameters
 
 Layout = Literal["stacked", "interleaved"]
 State = Mapping[str, Tensor]
@@ -288,12 +288,14 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     `mask == 0` hides.
 
     Raises TypeError for a subclass and for parametrised or adapted projections, ValueError for add_bias_kv and
-    add_zero_attn, for which it has no place.
+    add_zero_attn, for which it has no place, and for a layer that has lost heads.
     """
     if type(module) not in (nn.MultiheadAttention, MultiheadAttention):
         raise TypeError(f"from_torch: expected a torch.nn.MultiheadAttention, got {type(module).__name__}")
     if module.add_zero_attn:
         raise ValueError("from_torch: expected add_zero_attn=False, got True")
+    if "pruned_heads" in module._buffers:
+        raise ValueError("from_torch: expected a layer with all its heads, got one without some")
     _parameters_of("from_torch", "out_proj", module.out_proj)
     state = torch_to_document(dict(module.named_parameters(remove_duplicate=False)))
     return _document_layer(state, module.num_heads, module.dropout).train(module.training)
@@ -335,13 +337,13 @@ def from_fused(
 
 def _parameters_of(op: str, name: str, projection: Any) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) of a projection that does nothing but x W^T + b."""
-    cls = type(projection)
-    is_conv1d = (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
-    if is_conv1d and not has_hooks(projection):
+    if is_conv1d(projection) and not has_hooks(projection):
         return projection.weight.t(), projection.bias
     parameters = plain_parameters(projection)
     if parameters is None:
-        raise TypeError(f"{op}: expected {name} to be an nn.Linear without hooks or adapters, got {cls.__name__}")
+        raise TypeError(
+            f"{op}: expected {name} to be an nn.Linear without hooks or adapters, got {type(projection).__name__}"
+        )
     return parameters
 
 

@@ -108,12 +108,11 @@ def load_pruned_heads(layer: nn.Module, state_dict: dict[str, Any], prefix: str,
 
     False, and a text more in `errors`, if that cannot be.
     """
-    saved = state_dict.get(prefix + "pruned_heads")
-    if saved is None:
+    if prefix + "pruned_heads" not in state_dict:
         return True
     from .heads.pruning import prune_as_saved
 
-    error = prune_as_saved(layer, saved)
+    error = prune_as_saved(layer, state_dict, prefix)
     if error is not None:
         errors.append(error)
     return error is None

@@ -69,6 +69,12 @@ def plain_parameters(module: nn.Module | None) -> tuple[Tensor, Tensor | None] |
     return weight, bias
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Transformers' Conv1D, a linear layer whose weight is (in, out)."""
+    cls = type(module)
+    return (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module calls hooks of its own."""
     return bool(

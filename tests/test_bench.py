@@ -188,7 +188,9 @@ def test_a_model_is_measured_before_and_after(work):
     assert models.markdown([cells], "a CPU").count("\n|") == 2
 
 
-@pytest.mark.parametrize("other", [["--rows", "plain-*"], ["--compile"], ["--compiled"], ["--heads"]], ids=lambda other: other[0])
+@pytest.mark.parametrize(
+    "other", [["--rows", "plain-*"], ["--compile"], ["--compiled"], ["--heads"]], ids=lambda other: other[0]
+)
 def test_models_are_measured_without_options_of_rows(other, capsys):
     assert main(["--models", *other]) == 2
     assert capsys.readouterr().err == f"bench: expected --models without {other[0]}, got both\n"

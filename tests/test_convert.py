@@ -240,6 +240,14 @@ def test_modules_that_are_refused(module, error, text):
         convert.from_torch(module)
 
 
+def test_layers_without_some_heads_are_refused():
+    """What is made of them would not know which ones."""
+    module = mha_ext.nn.MultiheadAttention(E, H)
+    mha_ext.heads.prune_heads(module, {"": [1]})
+    with pytest.raises(ValueError, match="from_torch: expected a layer with all its heads, got one without some"):
+        convert.from_torch(module)
+
+
 @pytest.mark.parametrize(
     "call, error, text",
     (

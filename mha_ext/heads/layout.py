@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from .. import modules, probe
 from .. import nn as ours
 from ..nn.functional import projections
+from ..projections import is_conv1d
 
 # Names of Hugging Face's modules: of separate projections; of fused ones (rows of all query heads, keys, then values)
 # and the output's; of classes in which each head has its query, key and value together.
@@ -29,7 +30,8 @@ SEPARATE = (
 )
 STACKED = (("c_attn", "c_proj"), ("qkv_proj", "o_proj"), ("Wqkv", "Wo"), ("qkv", "proj"), ("qkv", "projection"))
 INTERLEAVED = {"GPTNeoXAttention": ("query_key_value", "dense")}
-UNTOLD = ("GPTBigCodeAttention",)  # together or not: its configuration tells
+# Classes whose names do not tell: together or not, as the configuration says; two heads of weights for each of outputs.
+UNTOLD = ("GPTBigCodeAttention", "DiffLlamaAttention")
 OUTPUTS = ("o_proj", "out_proj", "out_lin", "dense", "o", "Wo", "proj", "output")
 OUTPUT_OF_PARENT = "output.dense"  # as in BERT
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -159,10 +161,10 @@ def _of_torch(module: Any) -> Layout | None:
     if parameters is None:
         return None
     q, k, v = _owners(parameters)
+    together = torch.cat([q, k, v])
     shares = [
-        *([Share(module, names[0], 0, torch.cat([q, k, v]))] if packed else []),
-        *([] if packed else [Share(module, name, 0, x) for name, x in zip(names, (q, k, v), strict=True)]),
-        Share(module, "in_proj_bias", 0, torch.cat([q, k, v])),
+        *(Share(module, name, 0, x) for name, x in zip(names, [together] if packed else [q, k, v], strict=True)),
+        Share(module, "in_proj_bias", 0, together),
         Share(module, "bias_k", 2, k),
         Share(module, "bias_v", 2, v),
         *_of_output(module.out_proj, parameters),
@@ -207,16 +209,15 @@ def _of_separate(module: nn.Module, root: nn.Module, linears: list[Any]) -> Layo
 
 def _of_stacked(module: nn.Module, fused: Any, out: Any) -> Layout | None:
     """One projection for query, key and value, whose heads all have one size."""
-    weight, w_o, heads, head_dim = _linear(fused), _linear(out), _count(module), _head_dim(module)
-    if weight is None or w_o is None or (heads is None and head_dim is None):
+    weight, w_o = _linear(fused), _linear(out)
+    if weight is None or w_o is None:
         return None
-    heads = w_o.size(1) // max(head_dim or 1, 1) if heads is None else heads
-    head_dim = w_o.size(1) // max(heads, 1)
-    of_keys = (weight.size(0) - heads * head_dim) // 2
-    if heads < 1 or of_keys < 1 or weight.size(0) != heads * head_dim + 2 * of_keys:
+    width = w_o.size(1)
+    of_keys = (weight.size(0) - width) // 2
+    if of_keys < 1 or weight.size(0) != width + 2 * of_keys:
         return None
-    w_q, w_k, w_v = weight.split([heads * head_dim, of_keys, of_keys])
-    parameters = _by_head(w_q, w_k, w_v, w_o, heads, _head_dim(module))
+    w_q, w_k, w_v = weight.split([width, of_keys, of_keys])
+    parameters = _by_head(w_q, w_k, w_v, w_o, _count(module), _head_dim(module))
     if parameters is None:
         return None
     rows = _of_rows(fused, torch.cat(_owners(parameters)))
@@ -275,12 +276,6 @@ def _child(module: nn.Module, path: str) -> nn.Module | None:
 
 def _children(module: nn.Module, names: Iterable[str]) -> Iterator[nn.Module]:
     return (child for child in (_child(module, name) for name in names) if child is not None)
-
-
-def is_conv1d(module: nn.Module | None) -> bool:
-    """Whether it is Transformers' Conv1D, a linear layer whose weight is (in, out)."""
-    cls = type(module)
-    return (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _linear(module: Any) -> Tensor | None:

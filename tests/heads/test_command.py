@@ -4,6 +4,8 @@ wrong."""
 from __future__ import annotations
 
 import base64
+import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -26,6 +28,7 @@ from mha_ext.heads import cli as command
 from mha_ext.heads import plots, sources
 from mha_ext.heads.analysis import analyse
 from mha_ext.heads.cli import SENTENCE, main
+from mha_ext.heads.pruning import prune_heads
 from mha_ext.heads.report import Report
 from mha_ext.heads.sources import open_source
 from mha_ext.train import checkpoint as checkpoints
@@ -273,6 +276,19 @@ def test_a_seq2seq_of_train(trained: dict[str, Path], capsys: Any) -> None:
         "decoder.1.cross_attention": (1, 0),
     }
     assert_whole(report)
+
+
+def test_a_pruned_model_of_train(trained: dict[str, Path]) -> None:
+    """The model before training, which it is compared with, lacks the same heads."""
+    whole = open_source(str(trained["decoder"]))
+    model = copy.deepcopy(whole.model)
+    prune_heads(model, {"blocks.0.attention": [1]})
+    saved = checkpoints.load(trained["decoder"] / CHECKPOINT)
+    checkpoints.save(Path("pruned.pt"), dataclasses.replace(saved, model=model.state_dict()))
+    assert main(["pruned.pt", "--text", "it was tired"]) == 0
+    layer, of_whole = (source.twin().blocks[0].attention for source in (open_source("pruned.pt"), whole))
+    assert (layer.num_heads, of_whole.num_heads) == (3, 4)
+    assert torch.equal(layer.W_v.weight, of_whole.W_v.weight.unflatten(0, (4, -1))[[0, 2, 3]].flatten(0, 1))
 
 
 def test_the_losses_of_train(trained: dict[str, Path]) -> None:

@@ -229,6 +229,12 @@ def test_layouts_that_the_names_do_not_tell(multi_query):
     assert head_parameters(model, "h.0.attn") is None
 
 
+def test_heads_that_attend_in_pairs_are_not_told():
+    """Differential attention: two heads of weights, one of values and outputs."""
+    config = configured("DiffLlamaConfig")(num_key_value_heads=4)
+    assert head_parameters(transformers.DiffLlamaModel(config), "layers.0.self_attn") is None
+
+
 def test_cross_attention_of_gpt2_is_not_told():
     config = ARCHITECTURES["gpt2"].config(add_cross_attention=True)
     model = transformers.GPT2LMHeadModel(config)

@@ -201,7 +201,7 @@ CHOSEN = {"layers.0": [1], "layers.1": [0, 3], "layers.2": [2], "layers.3": [0, 
 
 
 def test_a_model_and_numbers():
-    """Heads keep their numbers; what is gone is ignored; nothing is removed of other layers."""
+    """Heads are numbered as in the layer as it is, what is gone as in the whole one; nothing is removed of others."""
     model, x = drawn(Model()), torch.randn(BATCH, LENGTH, E).double()
     whole = copy.deepcopy(model)
     mha_ext.replace_attention(whole)
@@ -209,14 +209,14 @@ def test_a_model_and_numbers():
     assert prune_heads(model, {"layers.1": [3], "layers.2": []}) == {"layers.1": [3]}
     assert type(model.layers[2]) is nn.MultiheadAttention  # nothing to do, nothing done
     torch.testing.assert_close(model(x), whole(x, {1: factors([3])}))
-    assert prune_heads(model, {"layers.1": [0, 3]}) == {"layers.1": [0]}
+    assert prune_heads(model, {"layers.1": [0]}) == {"layers.1": [0]}
     torch.testing.assert_close(model(x), whole(x, {1: factors([0, 3])}))
-    assert prune_heads(model, {name: torch.tensor(heads) for name, heads in CHOSEN.items()}) == {
-        name: heads for name, heads in CHOSEN.items() if name != "layers.1"
-    }
+    others = {name: heads for name, heads in CHOSEN.items() if name != "layers.1"}
+    assert prune_heads(model, {name: torch.tensor(heads) for name, heads in others.items()}) == others
     torch.testing.assert_close(model(x), whole(x, {i: factors(h) for i, h in enumerate(CHOSEN.values())}))
     assert pruned_heads(model) == CHOSEN
-    assert prune_heads(model, CHOSEN) == {}
+    assert prune_heads(model, {"layers.1": [1]}) == {"layers.1": [1]}  # which was 2, the last of 1 and 2 that were left
+    assert pruned_heads(model) == {**CHOSEN, "layers.1": [0, 2, 3]}
     assert isinstance(model.layers[2], mha_ext.nn.MultiheadAttention)
     assert isinstance(model.layers[3], Document) and isinstance(model.layers[3], mha_ext.MultiHeadAttention)
 
@@ -226,8 +226,8 @@ def test_a_layer_under_two_names_is_one_layer():
     model["b"] = model["a"]
     assert prune_heads(model, {"a": [0], "b": [2]}) == {"a": [0, 2]}
     assert model["a"].num_heads == 2 and model["b"] is model["a"]
-    with pytest.raises(ValueError, match="expected at least one head of 'a' to stay, got all 4"):
-        prune_heads(model, {"a": [1], "b": [3]})
+    with pytest.raises(ValueError, match="expected at least one head of 'a' to stay, got all 2"):
+        prune_heads(model, {"a": [0], "b": [1]})
 
 
 def test_torchs_encoder():
@@ -323,9 +323,16 @@ def test_loading_prunes_further():
 WRONG_SAVED = {
     "other heads": (torch.tensor([1]), "not lost other heads than .1., got one without .0."),
     "all heads": (torch.arange(HEADS), "expected at least one head of '' to stay"),
-    "no such head": (torch.tensor([0, HEADS]), "expected heads 0 to 3 of '', got 4"),
+    "no such head": (torch.tensor([0, HEADS]), r"expected pruned_heads from 0 to 3, got \[0, 4\]"),
     "dtype": (torch.tensor([0.0]), r"expected pruned_heads int64 \(n,\), got torch.float32 \(1,\)"),
     "shape": (torch.tensor([[0]]), r"got torch.int64 \(1, 1\)"),
+    "a list": ([0, 1], r"expected pruned_heads int64 \(n,\), got list"),
+    "no values": (torch.tensor([0, 1], device="meta"), r"got torch.int64 \(2,\)"),
+    "a head twice": (torch.tensor([0, 1, 1]), r"expected pruned_heads in ascending order, got \[0, 1, 1\]"),
+    "weights of more heads": (
+        torch.tensor([0, 1]),
+        r"(W_q.weight|in_proj_weight) of shape .* without heads \[0, 1\], got",
+    ),
 }
 
 
@@ -341,6 +348,85 @@ def test_wrong_state_dicts(wrong, layer):
     with pytest.raises(RuntimeError, match=text):
         module.load_state_dict({**state, "pruned_heads": saved})
     assert module.num_heads == 3 and pruned_heads(module) == {"": [0]}
+
+
+FRONTS = pytest.mark.parametrize("front", [lambda **o: mha_ext.MultiHeadAttention(E, HEADS, **o), ours])
+
+
+@FRONTS
+def test_pruned_without_values_and_filled(front):
+    layer, x = drawn(front()), torch.randn(BATCH, LENGTH, E).double()
+    prune_heads(layer, {"": [0, 2]})
+    other = front(device="meta", dtype=torch.float64)
+    for head in (0, 1):  # the second of what is left then, which was 2
+        assert prune_heads(other, {"": [head]}) == {"": [head]}
+    assert pruned_heads(other) == {"": [0, 2]}
+    other.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    assert torch.equal(other(x, x, x)[0], layer(x, x, x)[0]) and pruned_heads(other) == {"": [0, 2]}
+
+
+@FRONTS
+def test_the_default_device_does_not_matter(front):
+    layer, x = drawn(front()), torch.randn(BATCH, LENGTH, E).double()
+    prune_heads(layer, {"": [0]})
+    with torch.device("meta"):
+        prune_heads(layer, {"": [1]})  # which was 2
+        other = front(dtype=torch.float64)
+        other.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(other(x, x, x)[0], layer(x, x, x)[0]) and pruned_heads(other) == {"": [0, 2]}
+
+
+def with_adapter(layer: nn.Module) -> None:
+    layer.W_q = nn.Sequential(layer.W_q)
+
+
+@pytest.mark.parametrize("change", [with_adapter, lambda layer: prune.l1_unstructured(layer.W_q, "weight", 0.3)])
+def test_loaded_whatever_its_projections_have_become(change):
+    """Its own state_dict, once there is nothing left to remove."""
+    layer, x = mha_ext.MultiHeadAttention(E, HEADS), torch.randn(BATCH, LENGTH, E)
+    prune_heads(layer, {"": [1]})
+    change(layer)
+    state, expected = copy.deepcopy(layer.state_dict()), layer(x, x, x)[0]
+    nn.init.zeros_(layer.W_o.weight)
+    layer.load_state_dict(state)
+    assert torch.equal(layer(x, x, x)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "mha_ext.nn"])
+def test_training_is_taken_up_again(name):
+    """A new model, its optimizer, then what both were: the optimizer has the parameters of the smaller layer."""
+    build, heads = LAYERS[name]
+    x = torch.randn(BATCH, LENGTH, E)
+
+    def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        optimizer.zero_grad()
+        layer(x, x, x)[0].square().mean().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in layer.parameters()]
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
+        layer = build()
+        return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
+
+    layer = build()
+    prune_heads(layer, {"": heads})
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    before = step(layer, optimizer)
+    again, optimizer_again = begun()
+    again.load_state_dict(layer.state_dict())
+    optimizer_again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = step(layer, optimizer)
+    for old, new, y in zip(before, step(again, optimizer_again), expected, strict=True):
+        assert torch.equal(new, y) and not torch.equal(new, old)
+
+
+def test_whole_layers_stay_whole_if_what_is_loaded_does_not_fit():
+    layer = mha_ext.MultiHeadAttention(E, HEADS)
+    before = snapshot(layer)
+    state = {**layer.state_dict(), "pruned_heads": torch.tensor([1])}
+    with pytest.raises(RuntimeError, match=r"W_q.weight of shape \(9, 12\) without heads \[1\], got \(12, 12\)"):
+        layer.load_state_dict(state)
+    assert snapshot(layer) == before
 
 
 def test_whole_state_dicts_do_not_fit():
@@ -481,6 +567,16 @@ def interleaved_document() -> nn.Module:
     return Interleaved(E, HEADS)
 
 
+class OfOneNumber(Document):
+    """The number of heads is the class's."""
+
+    num_heads = HEADS
+
+    def __init__(self) -> None:
+        super().__init__(E, HEADS)
+        del self.num_heads
+
+
 FIRST = {"layers.1": [0], "layers.2": [1], "layers.0": [0]}  # the last one is refused
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
     "no such layer": (
@@ -561,6 +657,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = 
         FIRST,
         ValueError,
         "or those that it replaces, got 'layers.0', which has forward.query, key, value, is_causal",
+    ),
+    "heads of a class": (
+        with_layer(OfOneNumber),
+        {"layers.1": [0], **FIRST},
+        ValueError,
+        "'layers.0' to have num_heads as an attribute that can be set",
+    ),
+    "an attribute pruned_heads": (
+        changed(lambda layer: setattr(layer, "pruned_heads", set())),
+        {"layers.1": [0], **FIRST},
+        ValueError,
+        "'layers.0' to have no attribute pruned_heads of its own",
     ),
     "a width": (
         with_layer(Fused),
@@ -648,7 +756,7 @@ def test_hugging_faces_models(name, attention):
         expected = logits(whole, architecture)
     assert prune_heads(model, chosen) == chosen
     torch.testing.assert_close(logits(model, architecture), expected, rtol=1e-5, atol=1e-5)
-    assert pruned_heads(model) == chosen and prune_heads(model, chosen) == {}
+    assert pruned_heads(model) == chosen
     assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in whole.parameters())
     assert list(model.state_dict()) == list(whole.state_dict())
     other = architecture.build(attention)
@@ -665,11 +773,12 @@ def test_pruned_again():
     with gate(model, {layer: factors([1, 3])}):
         expected = logits(model, architecture)
     assert prune_heads(model, {layer: [3]}) == {layer: [3]}
-    assert prune_heads(model, {layer: [1, 3]}) == {layer: [1]}
+    assert prune_heads(model, {layer: [1]}) == {layer: [1]}
+    assert pruned_heads(model) == {layer: [1, 3]}
     torch.testing.assert_close(logits(model, architecture), expected)
     assert model.get_submodule(layer).num_attention_heads == 2
     with pytest.raises(ValueError, match="at least one head"):
-        prune_heads(model, {layer: [0, 2]})
+        prune_heads(model, {layer: [0, 1]})
 
 
 def test_cross_attention():
@@ -784,19 +893,18 @@ def test_curve_in_steps():
 
 
 def test_curve_of_a_pruned_model_and_of_whole_layers():
-    """Numbers stay those of the whole layer; masked layers may lose all heads."""
+    """Numbers are those of the layer as it is, as in what importance gives; masked layers may lose all heads."""
     model, x = drawn(Model()), torch.randn(BATCH, LENGTH, E).double()
     whole = copy.deepcopy(model)
     prune_heads(model, {"layers.0": [1]})
-    order = [("layers.0", 3), ("layers.0", 0), ("layers.0", 2)]
-    scores = pruning_curve(lambda m: m(x).sum(), model, order).scores
-    full = pruning_curve(lambda m: m(x).sum(), whole, [("layers.0", 1), *order]).scores
+    scores = pruning_curve(lambda m: m(x).sum(), model, [("layers.0", head) for head in (2, 0, 1)]).scores
+    full = pruning_curve(lambda m: m(x).sum(), whole, [("layers.0", head) for head in (1, 3, 0, 2)]).scores
     assert scores == pytest.approx(full[1:])
     without = copy.deepcopy(whole)
     without.layers[0].W_o.weight.data.zero_()
     assert full[-1] == pytest.approx(without(x).sum().item())
-    with pytest.raises(ValueError, match="pruning_curve: expected heads that 'layers.0' has, got 1"):
-        pruning_curve(lambda m: m(x).sum(), model, [("layers.0", 1)])
+    with pytest.raises(ValueError, match="pruning_curve: expected heads that 'layers.0' has, got 3"):
+        pruning_curve(lambda m: m(x).sum(), model, [("layers.0", 3)])
 
 
 def test_errors_of_the_curve():
