@@ -309,7 +309,9 @@ def attention_functions_swapped(model: nn.Module) -> Iterator[dict[str, str]]:
         yield left
     finally:
         for module in reversed(swapped):
-            _restore_implementation(module, module.__dict__.pop(_CHANGE)[1])
+            undo, before = module.__dict__.pop(_CHANGE, (None, None))
+            if undo is not None and module.config._attn_implementation == NAME:  # else somebody chose another meanwhile
+                _restore_implementation(module, before)
 
 
 def _implementations(config: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .pruning import prune_heads, pruned_heads
 
@@ -17,7 +18,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """A copy of the model, in its mode, with newly drawn initial values.
 
     A Hugging Face model is made again from its configuration, and pruned like the model. In others each module draws
-    anew with its own `reset_parameters`, children first; parameters of modules that have none are drawn from a normal
+    anew with its own `reset_parameters`, children first; parameters that this leaves alone are drawn from a normal
     distribution with the mean and the standard deviation that they have. Buffers are copied. PyTorch's own random
     numbers stay as they are. A model that draws its values elsewhere (in its constructor) is better made again by its
     constructor.
@@ -39,7 +40,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def _made_again(model: Any) -> nn.Module:
     """A new model of the configuration, its parameters where the old ones are."""
-    twin = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype)
+    twin = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype).to(model.device)
     prune_heads(twin, pruned_heads(model))
     return twin
 
@@ -48,10 +49,11 @@ def _draw(module: nn.Module) -> None:
     reset: Callable[[], None] | None = None
     for name in ("reset_parameters", "_reset_parameters"):
         reset = reset or getattr(module, name, None)
+    own = [p for p in module.parameters(recurse=False) if not (is_lazy(p) or p.is_meta)]
+    before = [parameter.clone() for parameter in own]
     if callable(reset):
         reset()
-        return
-    for parameter in module.parameters(recurse=False):
-        if parameter.numel() > 1 and parameter.is_floating_point():
+    for parameter, old in zip(own, before, strict=True):  # of a subclass or a reparametrisation, too
+        if parameter.numel() > 1 and parameter.is_floating_point() and parameter.equal(old):
             mean, std = parameter.mean(), parameter.std()
             parameter.normal_().mul_(std).add_(mean)

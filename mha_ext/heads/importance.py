@@ -40,6 +40,8 @@ def importance(
             gradients = _gradients(value, gates)
         for name, gradient in gradients.items():
             total = gradient.detach().double().abs().sum(0)
+            if name in sums and sums[name].shape != total.shape:
+                raise ValueError(f"importance: expected {name!r} to keep its {len(sums[name])} heads, got {len(total)}")
             sums[name] = sums[name] + total if name in sums else total
             sequences[name] = sequences.get(name, 0) + gradient.size(0)
     if not sums:
@@ -56,8 +58,10 @@ def _gate_of(gates: dict[str, Tensor], name: str, outputs: Tensor) -> Tensor:
     if name not in gates:
         gates[name] = torch.ones(shape, dtype=outputs.dtype, device=outputs.device, requires_grad=True)
     if gates[name].shape != shape:
+        sequences, heads = gates[name].shape
         raise ValueError(
-            f"importance: expected {name} to attend to {len(gates[name])} sequences each time, got {shape[0]}"
+            f"importance: expected {name!r} to attend with {heads} heads to {sequences} sequences each time, "
+            f"got {shape[1]} and {shape[0]}"
         )
     return gates[name]
 

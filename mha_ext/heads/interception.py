@@ -9,8 +9,10 @@ redirected to ours of the same name, which end in our operators: two kinds of ca
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +21,13 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from .. import functional, masks, modules, ops, replace
 from .. import nn as ours
 from ..integrations import transformers as integration
 
-HIDES = -1e4  # a bias from here down hides: what models add for a mask is this, -1e9, the least float or -inf
+HIDES = -9e3  # a bias from here down hides: models add -1e4, -1e9, the least float or -inf to another, small bias
 CHUNK = 1024  # query rows of a mask that are looked at together
 
 _attention = torch.ops.mha_ext.attention
@@ -46,11 +48,26 @@ class Call:
     extra_keys: int = 0  # learned keys, or keys of zeros, that stand before the others
     sink: Tensor | None = None  # (H,) or (B, H, Lq, 1): the score of one more key whose value is 0
 
-    @property
+    @functools.cached_property
     def offset(self) -> int | None:
-        """Query i stands at the key i + offset, extra keys not counted; None where they are of different sequences."""
-        offset = self.key.size(2) - self.extra_keys - self.query.size(2)
-        return None if self.is_cross or offset < 0 else offset
+        """Query i stands at the key i + offset, extra keys not counted; None where they are of different sequences.
+
+        Keys behind those of the queries are room that a cache has left: causal queries do not see them.
+        """
+        most = self.key.size(2) - self.extra_keys - self.query.size(2)
+        if most < 0 or (self.is_cross and not self.options.get("is_causal", False)):
+            return None
+        if most == 0 or not self.hides():
+            return most
+        rows = torch.arange(self.query.size(2), device=self.query.device)
+        return min(most, max((self._furthest_ahead(some) for some in rows.split(CHUNK)), default=0))
+
+    def _furthest_ahead(self, rows: Tensor) -> int:
+        """The most that a query i among `rows` sees beyond key i; of causal queries, this is the offset."""
+        seen = self.visible(rows).flatten(0, 1).any(0)[:, self.extra_keys :]  # (R, Lk)
+        keys = torch.arange(seen.size(1), device=seen.device)
+        ahead = (keys - rows.unsqueeze(1)).masked_fill(~seen, 0)
+        return int(ahead.max()) if ahead.numel() else 0
 
     def hides(self) -> bool:
         """Whether any key may be hidden from any query."""
@@ -101,11 +118,10 @@ class Call:
         query = self.query[:, :, rows]
         return Call(self.layer, query, self.key, self.value, options, self.is_cross, self.extra_keys, sink)
 
-    def weights(self) -> Tensor:
-        """(B, H, Lq, Lk) before dropout, as the layer has them."""
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """Outputs (B, H, Lq, Dv) and weights (B, H, Lq, Lk) before dropout, as the layer has them."""
         plain = {"dropout_p": 0.0, "seed": None, "need_weights": True, "average_weights": False}
-        value = self.value[..., :1]  # their product is not needed
-        return self.finish(*ops.attention(self.query, self.key, value, **{**self.options, **plain}))[1]
+        return self.finish(*ops.attention(self.query, self.key, self.value, **{**self.options, **plain}))
 
     def finish(self, outputs: Tensor, weights: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
         """What the operator leaves to be done: the sink's share, and extra keys behind the others."""
@@ -126,7 +142,28 @@ class _Running:
 
     name: str
     module: nn.Module
-    is_cross: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def sequences(self) -> list[Tensor]:
+        """What it was given that may be sequences: floating tensors (L, E) or (B, L, E), all of one rank."""
+        try:
+            names = list(inspect.signature(self.module.forward).parameters)
+        except ValueError:  # a function that Python knows nothing about
+            names = []
+        named = [*zip(names + [""] * len(self.args), self.args, strict=False), *self.kwargs.items()]
+        found = [
+            x
+            for name, x in named
+            if isinstance(x, Tensor) and x.dim() in (2, 3) and x.is_floating_point()
+            if _NOT_SEQUENCES.isdisjoint(name.lower().split("_"))
+        ]
+        return [x for x in found if x.dim() == found[0].dim()]
+
+
+# Parts of the names of arguments that are no sequences.
+_NOT_SEQUENCES = {"pos", "position", "positions", "positional", "pe", "rotary", "rope", "freqs", "cos", "sin"}
+_NOT_SEQUENCES |= {"mask", "bias"}
 
 
 @dataclass
@@ -143,10 +180,16 @@ class Interception(TorchFunctionMode):
     seen: set[str] = field(default_factory=set)  # the layers that attended
     reasons: dict[str, str] = field(default_factory=dict)  # why models cannot be seen
     sink: Tensor | None = None
-    redirecting: bool = False
+    heads: int | None = None  # of the call of Transformers' "sdpa" that is running
+    redirected: dict[str, Any] | None = None  # the arguments of PyTorch's function for which ours is running
+    thread: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def is_inside_another(self) -> bool:
+        """Whether what this one calls is seen by another: asked while this one is at work."""
+        return any(isinstance(mode, Interception) for mode in _get_current_function_mode_stack())
 
     # What subclasses do.
 
@@ -166,13 +209,14 @@ class Interception(TorchFunctionMode):
     def entered(self) -> Iterator[None]:
         """The hooks, Hugging Face's models on functions that can be seen, and the mode itself."""
         handles = []
+        self.thread = threading.get_ident()
         for name, module in self.model.named_modules():
             if _may_attend(module):
                 enter, leave = self._hooks(name, module)
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(leave, always_call=True))
         try:
-            with replace.attention_functions_swapped(self.model) as reasons, self._sinks_known():
+            with replace.attention_functions_swapped(self.model) as reasons, self._transformers_known():
                 self.reasons.update(reasons)
                 with torch.compiler.set_stance("force_eager"), self:
                     yield
@@ -183,41 +227,53 @@ class Interception(TorchFunctionMode):
 
     def _hooks(self, name: str, module: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self.running.append(_Running(name, module, _reads_two_sequences((*args, *kwargs.values()))))
+            if threading.get_ident() != self.thread:
+                return
+            self.running.append(_Running(name, module, args, kwargs))
             if "attention" in type(module).__name__.lower():
                 self.called.setdefault(name, module)
 
-        def leave(*_: Any) -> None:
-            if self.running:
+        def leave(*_: Any) -> None:  # also if another hook failed before `enter`
+            if threading.get_ident() == self.thread and self.running and self.running[-1].module is module:
                 self.running.pop()
 
         return enter, leave
 
     @contextlib.contextmanager
-    def _sinks_known(self) -> Iterator[None]:
-        """Sees the sinks of Hugging Face's attention, whose share is taken outside the operator."""
+    def _transformers_known(self) -> Iterator[None]:
+        """Sees what Transformers' attention functions do to heads outside of the calls that we see.
+
+        The share of a sink is taken after ours; "sdpa" hands the heads of a single query over as queries.
+        """
         if "transformers" not in sys.modules:
             yield
             return
         table = sys.modules["transformers"].AttentionInterface
-        before = table().get(integration.NAME) if integration.NAME in table() else None
-        if before is None:
-            yield
-            return
-
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            s_aux, sinks = kwargs.get("s_aux"), kwargs.get("sinks")
-            self.sink = sinks if s_aux is None else s_aux
-            try:
-                return before(*args, **kwargs)
-            finally:
-                self.sink = None
-
-        table.register(integration.NAME, attend)
+        before = {name: table()[name] for name in (integration.NAME, "sdpa") if name in table()}
+        for name, function in before.items():
+            table.register(name, self._noting(name, function))
         try:
             yield
         finally:
-            table.register(integration.NAME, before)
+            for name, function in before.items():
+                table.register(name, function)
+
+    def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return function(module, query, *args, **kwargs)
+            if name == "sdpa":
+                self.heads = query.size(1)
+            else:
+                s_aux, sinks = kwargs.get("s_aux"), kwargs.get("sinks")
+                self.sink = sinks if s_aux is None else s_aux
+            try:
+                return function(module, query, *args, **kwargs)
+            finally:
+                self.heads = self.sink = None
+
+        return attend
 
     def left(self) -> dict[str, str]:
         """Modules that look like attention, ran, and were not seen to attend; and why."""
@@ -238,13 +294,21 @@ class Interception(TorchFunctionMode):
         if func in (_attention, _attention.default):
             return self._attention(func, *args, **kwargs)
         if func in (_layer, _layer.default):
-            return self.layer(self._name(), _bound_layer(*args, **kwargs), lambda: func(*args, **kwargs))
-        if not self.redirecting and func is _SDPA:
-            return self._redirect(func, functional.scaled_dot_product_attention, {"dropout_p": 0.0}, args, kwargs)
-        if not self.redirecting and func is _MHA:
+            run = functools.partial(self._run, func, *args, **kwargs)
+            return self.layer(self._name(), _bound_layer(*args, **kwargs), run)
+        if self.redirected is None and func is _SDPA:
+            by_head = functools.partial(_attention_by_head, self.heads)
+            return self._redirect(func, by_head, {"dropout_p": 0.0}, args, kwargs)
+        if self.redirected is None and func is _MHA:
             plain = {"training": False, "need_weights": False}
             return self._redirect(func, ours.functional.multi_head_attention_forward, plain, args, kwargs)
         return func(*args, **kwargs)
+
+    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Other modes around this one see what the model asks for, but not what is computed only to be seen."""
+        is_extra = self.redirected is not None and not self.changes_results
+        with unseen() if is_extra else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
     def _name(self) -> str:
         name = self.running[-1].name
@@ -257,31 +321,80 @@ class Interception(TorchFunctionMode):
         return name
 
     def _attention(self, func: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        module = self.running[-1]
-        call = Call(
-            self._name(), query, key, value, options, module.is_cross, _extra_keys(module.module), sink=self.sink
-        )
-        return self.attention(call, lambda **changed: func(query, key, value, **{**options, **changed}))
+        name = self._name()
+        call = Call(name, query, key, value, options, self._is_cross(), self._extra_keys(), self.sink)
+        return self.attention(call, lambda **changed: self._run(func, query, key, value, **{**options, **changed}))
+
+    def _is_cross(self) -> bool:
+        """Whether the innermost module that was given sequences was given different ones for queries and keys."""
+        given = next(filter(None, (running.sequences() for running in reversed(self.running))), [])
+        return len(given) > 1 and given[0] is not given[1]
+
+    def _extra_keys(self) -> int:
+        if self.redirected is not None:
+            bias_k, add_zero_attn = (self.redirected.get(name) for name in ("bias_k", "add_zero_attn"))
+        else:
+            module = self.running[-1].module
+            if not isinstance(module, nn.MultiheadAttention):
+                return 0
+            bias_k, add_zero_attn = module.bias_k, module.add_zero_attn
+        return int(bias_k is not None) + int(bool(add_zero_attn))
 
     def _redirect(self, func: Any, our_function: Any, plain: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """PyTorch's function, and ours on the same arguments to be seen; or ours alone where results change."""
-        self.redirecting = True
+        name = self.running[-1].name
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+            self.reasons[name] = "is given nested tensors"
+            return func(*args, **kwargs)
+        result = None if self.changes_results else func(*args, **kwargs)
+        self.redirected = inspect.signature(our_function).bind(*args, **kwargs).arguments
         try:
-            if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
-                return func(*args, **kwargs)
-            if self.changes_results:
-                with self:
+            with self:
+                if result is None:
                     return our_function(*args, **kwargs)
-            result = func(*args, **kwargs)
-            bound = inspect.signature(our_function).bind(*args, **kwargs).arguments
-            try:
-                with self, torch.no_grad():
-                    our_function(**{**bound, **plain})
-            except Exception as error:  # seeing must not break what runs
-                self.reasons[self.running[-1].name] = f"is given what mha_ext does not take ({error})"
-            return result
+                with torch.no_grad():
+                    our_function(**{**self.redirected, **plain})
+        except Exception as error:
+            if result is None:
+                raise
+            self.reasons[name] = f"is given what mha_ext does not take ({error})"  # seeing must not break what runs
         finally:
-            self.redirecting = False
+            self.redirected = None
+        return result
+
+
+def unseen() -> Any:
+    """Inside, no mode sees the functions that are called."""
+    return torch._C.DisableTorchFunction()
+
+
+def _attention_by_head(
+    heads: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Ours in place of F.scaled_dot_product_attention, with the heads where our operators have them.
+
+    Three dimensions are a batch of single heads to PyTorch. Transformers' "sdpa" hands over the one query of its
+    `heads` as (B, Hkv, heads / Hkv, D).
+    """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    attend: Callable[..., Tensor] = functools.partial(functional.scaled_dot_product_attention, **options)
+    mask = attn_mask
+    if query.dim() == key.dim() == value.dim() == 3 and not enable_gqa:
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        return attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask).squeeze(1)
+    if heads is not None and query.size(1) != heads == query.size(1) * query.size(2):
+        mask = mask if mask is None or mask.size(1) == 1 else mask.flatten(1, 2).unsqueeze(2)
+        output = attend(query.flatten(1, 2).unsqueeze(2), key, value, mask, enable_gqa=True)
+        return output.squeeze(2).unflatten(1, query.shape[1:3])
+    return attend(query, key, value, mask, enable_gqa=enable_gqa)
 
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
@@ -305,18 +418,6 @@ def _may_attend(module: nn.Module) -> bool:
     if any(True for _ in module.children()):
         return True
     return len(module._parameters) > 0 and not type(module).__module__.startswith("torch.nn.")
-
-
-def _reads_two_sequences(given: tuple[Any, ...]) -> bool:
-    """Whether a module was given different tensors for queries and keys, by the first two that may be sequences."""
-    sequences = [x for x in given if isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()]
-    return len(sequences) > 1 and sequences[0] is not sequences[1]
-
-
-def _extra_keys(module: nn.Module) -> int:
-    if not isinstance(module, nn.MultiheadAttention):
-        return 0
-    return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 
 def _is_within(name: str, other: str) -> bool:

@@ -270,8 +270,9 @@ class Moments:
         rows, heads = outputs.shape[:2]
         outputs = outputs.flatten(1)
         mean = outputs.sum(0, dtype=torch.float64) / max(rows, 1)
-        centred = outputs - mean.to(outputs.dtype)
-        return Moments(rows, heads, mean, _products(centred).double())
+        centred, scale = _scaled((outputs - mean.to(outputs.dtype)).unflatten(1, (heads, -1)), (0, 2))
+        scales = scale.expand(1, heads, centred.size(2)).flatten().double()
+        return Moments(rows, heads, mean, _products(centred.flatten(1)).double() * scales * scales.unsqueeze(1))
 
     def __add__(self, other: Moments) -> Moments:
         """Of all rows: S = S_1 + S_2 + (n_1 n_2 / n) d d^T, d the difference of the means (Chan et al. 1983)."""
@@ -392,7 +393,7 @@ def output_rows(outputs: Tensor, queries: Tensor | None) -> Tensor:
 
 
 def cosine_rows(rows: Tensor) -> Mean:
-    products = _products(rows.mT)  # (N, H, H)
+    products = _products(_scaled(rows, 2)[0].mT)  # (N, H, H)
     squares = products.diagonal(dim1=1, dim2=2)
     has_direction = (squares > 0) & squares.isfinite()
     norms = squares.masked_fill(~has_direction, 1.0).sqrt()
@@ -424,6 +425,13 @@ def _tiny(x: Tensor) -> float:
 def _entropy(p: Tensor) -> Tensor:
     """-sum p ln p over the last dimension, p > 0."""
     return -(p * p.log()).sum(-1)
+
+
+def _scaled(x: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """x over its greatest magnitude along dims, and that, constant to gradients: squares stay in the range of x."""
+    greatest = (torch.amax if x.numel() else torch.sum)(x.detach().abs(), dims, keepdim=True)
+    scale = greatest.masked_fill(greatest == 0, 1.0)
+    return x / scale, scale
 
 
 def _products(x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 
-from .interception import Call, Interception, heads_apart, of_projections
+from .interception import Call, Interception, heads_apart, of_projections, unseen
 from .statistics import Statistics
 
 _layer_forward = torch.ops.mha_ext.multi_head_attention_forward.default
@@ -21,7 +22,7 @@ class Attended:
     """One call of one layer: B sequences, H heads (Hkv of keys and values), lengths Lq and Lk, head size Dv.
 
     weights     (B, H, Lq, Lk) before dropout and gates; 0 where a key is hidden
-    outputs     (B, H, Lq, Dv): what the heads hand to W_o, before gates; with keep_graph after dropout
+    outputs     (B, H, Lq, Dv): what the heads hand to W_o, before dropout and gates
     values      (B, Hkv, Lk, Dv) with keep_graph, else None
     queries     bool (B, Lq): valid ones, that see a key and are no padding; None: all
     visible     int64, broadcasts to (B, H, Lq): how many keys each query sees; None: all
@@ -98,13 +99,17 @@ def record(
     Layers are modules that call the operators of mha_ext, F.scaled_dot_product_attention or
     F.multi_head_attention_forward: ours, torch.nn.MultiheadAttention, Hugging Face's, hand-written ones. Hugging Face
     models with another attention than "sdpa" run on ours meanwhile, compiled models run uncompiled, and torch's
-    Transformer layers do not take their shortcut, which may change results by rounding.
+    Transformer layers do not take their shortcut: results may change by rounding, and where a query sees no key.
 
     streaming   keep statistics of O(heads^2) per layer instead of weights and outputs, for long inputs and whole data
                 sets
     queries     with streaming: of each sequence, look at this many rows, evenly spread; None: all of them
     keep_graph  weights, outputs and values carry gradients, for losses on them; layers on PyTorch's functions run on
                 ours then
+
+    F.scaled_dot_product_attention of three dimensions is a batch of single heads. Nested tensors are seen in our layers
+    alone; torch.nn.MultiheadAttention refuses them inside `with`. What runs in torch.func.vmap is left. Records and
+    gates may be nested in any order.
 
     Forward passes in the backward, of activation checkpoints, are not recorded again. Other threads are not recorded.
     Raises TypeError for a model that is no nn.Module or a ScriptModule, ValueError for options that do not fit and for
@@ -133,12 +138,14 @@ def gate(model: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[None]:
     inside an activation checkpoint raises it at once.
     """
     check_model("gate", model)
+    if not isinstance(gates, Mapping):
+        raise TypeError(f"gate: expected a mapping of layer names to tensors, got {type(gates).__name__}")
     for name, value in gates.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"gate: expected a floating tensor for {name}, got {got}")
+            raise TypeError(f"gate: expected a floating tensor for {name!r}, got {got}")
         if value.dim() not in (1, 2):
-            raise ValueError(f"gate: expected (H,) or (B, H) for {name}, got {tuple(value.shape)}")
+            raise ValueError(f"gate: expected (H,) or (B, H) for {name!r}, got {tuple(value.shape)}")
 
     gater = Gater(model, lambda name, outputs: gates.get(name))
     with gater.entered():
@@ -161,41 +168,54 @@ class _Recorder(Interception):
         self.recording, self.streaming, self.queries, self.keep_graph = recording, streaming, queries, keep_graph
 
     def attention(self, call: Call, run: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if self._is_mapped(call.layer):
+            return run()
         rows = self._some_rows(call.query.size(2))
         wanted = call.options.get("need_weights", False)
         once = self.keep_graph or not _has_graph({"q": call.query, "k": call.key, "v": call.value, **call.options})
-        if rows is None and once and _gives_plain_weights(call.options):
+        if rows is None and once and _gives_plain_weights(call.options) and not self.is_inside_another():
             outputs, weights, logsumexp = run(need_weights=True, average_weights=False)
             self._keep(call, *call.finish(outputs, weights, logsumexp), shared=True)
             return outputs, weights if wanted else weights.new_empty(0), logsumexp
         results = run()
-        with torch.set_grad_enabled(self.keep_graph and torch.is_grad_enabled()):
-            self._see_again(call, rows, results[0], results[2])
+        with torch.set_grad_enabled(self.keep_graph and torch.is_grad_enabled()), unseen():
+            self._see_again(call, rows)
         return results
 
     def layer(
         self, name: str, given: dict[str, Any], run: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
+        if self._is_mapped(name):
+            return run()
         if self.keep_graph:
             return heads_apart(name, given, self.attention)
         rows = self._some_rows(given["query"].size(1))
         wanted = given.get("need_weights", True)
-        once = _gives_plain_weights(given) and not _has_graph(given) and not _autocasts(given["query"])
+        device = given["query"].device.type
+        autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        once = _gives_plain_weights(given) and not (_has_graph(given) or autocasts or self.is_inside_another())
         results = None if once else run()
-        with torch.no_grad():
-            if results is not None and _autocasts(given["query"]):  # the forward operator knows no autocast
+        with torch.no_grad(), unseen():
+            if autocasts and results is not None:  # the forward operator knows no autocast
                 heads_apart(name, {**given, "dropout_p": 0.0}, self.attention)
                 return results
             need_weights = rows is None or (once and wanted)
             options = {"need_weights": need_weights, "dropout_p": 0.0, "average_weights": False}
             output, weights, q, k, v, context, _ = _layer_forward(**{**given, **options})
             call = of_projections(name, given, q, k, v)
-            outputs = context.unflatten(-1, [given["num_heads"], -1]).transpose(1, 2)
             if rows is None:
+                outputs = context.unflatten(-1, [given["num_heads"], -1]).transpose(1, 2)
                 self._keep(call, outputs, weights, shared=wanted)
             else:
-                self._see_again(call, rows, outputs, None)
+                self._see_again(call, rows)
         return results or (output, weights if wanted else weights.new_empty(0))
+
+    def _is_mapped(self, name: str) -> bool:
+        """Whether vmap is at work: its tensors mean nothing afterwards."""
+        mapped = any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or [])
+        if mapped:
+            self.reasons[name] = "runs in torch.func.vmap"
+        return mapped
 
     def _some_rows(self, length: int) -> Tensor | None:
         """The queries to look at; None: all, in the call itself."""
@@ -203,17 +223,14 @@ class _Recorder(Interception):
             return None
         return torch.linspace(0, length - 1, self.queries).round().long()
 
-    def _see_again(self, call: Call, rows: Tensor | None, outputs: Tensor, logsumexp: Tensor | None) -> None:
-        """Keeps weights that are computed for this alone: of some rows, or without dropout."""
-        if call.sink is not None and logsumexp is not None:
-            outputs, _ = call.finish(outputs, outputs, logsumexp)
+    def _see_again(self, call: Call, rows: Tensor | None) -> None:
+        """Keeps weights and outputs that are computed for this alone: of some rows, or without dropout."""
         if rows is None:
-            self._keep(call, outputs, call.weights(), shared=True)
+            outputs, weights = call.attended()
         else:
-            rows = rows.to(outputs.device)
-            visible = call.visible(rows) if call.hides() else None
-            weights = call.of_rows(rows, visible).weights()
-            self._keep(call, outputs[:, :, rows], weights, rows=rows)
+            rows = rows.to(call.query.device)
+            outputs, weights = call.of_rows(rows, call.visible(rows) if call.hides() else None).attended()
+        self._keep(call, outputs, weights, rows=rows)
 
     def _keep(
         self, call: Call, outputs: Tensor, weights: Tensor, *, rows: Tensor | None = None, shared: bool = False
@@ -231,7 +248,10 @@ class _Recorder(Interception):
             streamed = Statistics() if self.streaming else None
             layer = self.recording[call.layer] = LayerRecording(call.layer, weights.size(1), streamed=streamed)
         if layer.streamed is not None:
-            layer.streamed.add(weights, outputs, queries=queries, visible=visible, offset=call.offset, rows=rows)
+            try:
+                layer.streamed.add(weights, outputs, queries=queries, visible=visible, offset=call.offset, rows=rows)
+            except ValueError as error:  # seeing must not break what runs
+                self.reasons[call.layer] = f"attends in different ways ({error})"
         elif self.keep_graph:
             layer.calls.append(Attended(weights, outputs, call.value, queries, visible, call.offset))
         else:
@@ -267,18 +287,16 @@ class Gater(Interception):
 def _check_gates(name: str, gates: Tensor, outputs: Tensor) -> None:
     batch, heads = outputs.shape[:2]
     if gates.shape not in ((heads,), (batch, heads)):
-        raise ValueError(f"gate: expected ({heads},) or ({batch}, {heads}) for {name}, got {tuple(gates.shape)}")
+        raise ValueError(f"gate: expected ({heads},) or ({batch}, {heads}) for {name!r}, got {tuple(gates.shape)}")
 
 
 def _gives_plain_weights(options: dict[str, Any]) -> bool:
-    """Whether the weights of each head before dropout are what a call returns, if it returns weights."""
-    dropped = options.get("dropout_p", 0.0) > 0.0 and not options.get("weights_before_dropout", False)
-    return not (dropped or (options.get("need_weights", False) and options.get("average_weights", False)))
+    """Whether a call has no dropout and returns the weights of each head, if it returns weights."""
+    return not (
+        options.get("dropout_p", 0.0) > 0.0
+        or (options.get("need_weights", False) and options.get("average_weights", False))
+    )
 
 
 def _has_graph(given: dict[str, Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values())
-
-
-def _autocasts(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)

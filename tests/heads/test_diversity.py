@@ -217,6 +217,19 @@ def test_gradients_are_finite_at_zeros(loss: Callable[..., Tensor]) -> None:
 # Gradients
 
 
+@pytest.mark.parametrize("loss", [*ON_VECTORS, diversity.redundancy])
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-70, 2.0**60, 2.0**100])
+def test_small_and_large_vectors(loss: Callable[..., Tensor], scale: float) -> None:
+    """Directions and redundancy have no scale, and their gradients have the inverse one."""
+    x = input_of(loss).float()
+    small = (x * scale).requires_grad_()
+    x.requires_grad_()
+    found, expected = loss(small), loss(x)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(value, y)[0] for value, y in ((found, small), (expected, x)))
+    torch.testing.assert_close(next(gradients) * scale, next(gradients))
+
+
 @pytest.mark.parametrize("loss", ALL)
 def test_gradcheck_through_the_operator(loss: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)

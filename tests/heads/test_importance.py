@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import mha_ext
@@ -30,7 +31,7 @@ class Model(nn.Module):
 
 def loss_of_each(model: nn.Module, x: Tensor) -> Tensor:
     """(B,)"""
-    return model(x).sin().sum((1, 2))
+    return model(x).sin().flatten(1).sum(1)
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -117,12 +118,30 @@ def test_a_layer_that_the_loss_does_not_reach() -> None:
         (lambda model, x: 1.0, [0], "scalar tensor, got float"),
         (lambda model, x: model(x).sum().detach(), [torch.zeros(B, L, E)], "depends on the heads"),
         (lambda model, x: x.sum(), [torch.zeros(1, requires_grad=True)], "got none"),
-        (lambda model, x: (model(x), model(x[:1]))[1].sum(), [torch.zeros(B, L, E)], "4 sequences each time, got 1"),
+        (
+            lambda model, x: (model(x), model(x[:1]))[1].sum(),
+            [torch.zeros(B, L, E)],
+            "'first' to attend with 3 heads to 4 sequences each time, got 3 and 1",
+        ),
     ],
 )
 def test_importance_errors(function: Any, batches: list[Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         importance(Model(), function, batches)
+
+
+def test_importance_of_other_heads_in_another_batch() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mha_ext.attention(x, x, x)
+
+    batches = [torch.randn(B, heads, L, 4) for heads in (3, 2)]
+    with pytest.raises(ValueError, match="expected '' to keep its 3 heads, got 2"):
+        importance(Attention(), loss, batches)
 
 
 def test_importance_is_for_modules() -> None:
@@ -186,6 +205,40 @@ def test_randomized_parameters_without_a_constructor_of_their_own() -> None:
     assert twin.steps == 3 and twin.scale == 7.0
     assert not torch.equal(twin.matrix, model.matrix)
     assert abs(twin.matrix.mean() - model.matrix.mean()) < 0.05 and abs(twin.matrix.std() - model.matrix.std()) < 0.05
+
+
+class WithAdapter(nn.Linear):
+    """Draws, by what it inherits, the parameters that it inherits."""
+
+    def __init__(self) -> None:
+        super().__init__(E, E)
+        self.down = nn.Parameter(torch.randn(E, 2))
+
+
+@pytest.mark.parametrize("build", [WithAdapter, lambda: nn.utils.spectral_norm(nn.Linear(E, E))])
+def test_randomized_parameters_that_their_module_does_not_draw(build: Any) -> None:
+    model = build()
+    twin = randomized(model)
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert not torch.equal(a, b), name
+
+
+def test_randomized_without_values() -> None:
+    for model in (nn.Linear(E, E, device="meta"), nn.LazyLinear(E)):
+        assert type(randomized(model)) is type(model)
+
+
+def test_randomized_model_of_transformers_has_the_dtypes_of_the_model() -> None:
+    sizes = {"vocab_size": 30, "hidden_size": E, "intermediate_size": E, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=H, attn_implementation="eager")
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    twin = randomized(model, seed=1)
+    assert twin.config._attn_implementation == "eager"
+    assert not torch.equal(twin.lm_head.weight, model.lm_head.weight)
+    for (name, a), (_, b) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16, name
+    for (name, a), (_, b) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name  # the frequencies of positions, in float32
 
 
 def test_randomized_is_for_modules() -> None:

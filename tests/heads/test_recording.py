@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.detr.modeling_detr import DetrDecoder
 
 import mha_ext
 from mha_ext.heads.recording import gate, record
+from mha_ext.integrations.transformers import register
 from tests import documents
 
 E, H, B, L = 16, 4, 3, 6
@@ -201,8 +205,9 @@ def test_functional_attention_in_a_module() -> None:
 def test_additive_masks_hide_padding() -> None:
     for hides in (-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4):
         model, x = HandWritten(), sequences()
+        bias = torch.rand(B, 1, 1, L)  # of positions, say
         with record(model) as recording:
-            model(x, torch.zeros(B, 1, 1, L).masked_fill(PADDING[:, None, None, :], hides))
+            model(x, bias + torch.zeros(B, 1, 1, L).masked_fill(PADDING[:, None, None, :], hides))
         (call,) = recording[""].calls
         assert torch.equal(call.queries, VALID)
         assert torch.equal(call.visible.expand(B, H, L), LENGTHS[:, None, None].expand(B, H, L))
@@ -225,6 +230,127 @@ def test_keys_longer_than_queries_are_a_cache() -> None:
     assert recording[""].calls[0].visible.flatten().tolist() == [5, 6]
 
 
+class Queries(nn.Module):
+    """Attention of a part of a sequence, or of what stands in a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(E, E)
+
+    def forward(self, x: Tensor, start: int, end: int, **options: Any) -> Tensor:
+        y = self.project(x).unflatten(-1, (H, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(y[:, :, start:end], y, y, **options)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (2, 3), (2, 4), (5, 6)])
+def test_a_cache_with_room_left(start: int, end: int) -> None:
+    model, x = Queries(), sequences()
+    seen = (torch.arange(L) <= torch.arange(start, end)[:, None]) & ~PADDING[:, None].flip(2)  # padded on the left
+    with record(model) as recording, record(model, streaming=True, queries=1) as streamed:
+        model(x, start, end, attn_mask=seen.unsqueeze(1))
+    (call,) = recording[""].calls
+    assert call.offset == start
+    assert torch.equal(call.queries, ~PADDING.flip(1)[:, start:end])
+    assert streamed[""].statistics().distance().isfinite().all()
+
+
+def test_causal_from_the_first_of_more_keys() -> None:
+    model, x = Queries(), sequences()
+    with record(model) as recording:
+        model(x, 0, 2, is_causal=True)
+    assert recording[""].calls[0].offset == 0
+    assert recording[""].statistics().rows == 2 * B
+
+
+def test_padding_behind_queries_with_a_cache() -> None:
+    model, x = Queries(), sequences()
+    lengths = torch.tensor([5, 4, 5])  # shorter than the batch: the last query is padding in all
+    seen = (torch.arange(L) <= torch.arange(2, L)[:, None]) & (torch.arange(L) < lengths[:, None, None])
+    with record(model) as recording:
+        model(x, 2, L, attn_mask=seen.unsqueeze(1))
+    assert recording[""].calls[0].offset == 2
+    assert torch.equal(recording[""].calls[0].queries, torch.arange(2, L) < lengths[:, None])
+
+
+def test_a_layer_with_a_cache_is_causal_within_one_sequence() -> None:
+    layer, x = mha_ext.MultiHeadAttention(E, H), sequences()
+    with record(layer) as recording:
+        layer(x[:, -1:], x, x, is_causal=True, causal_bottom_right=True)
+    assert recording[""].calls[0].offset == L - 1
+
+
+def test_sequences_are_told_from_what_else_modules_are_given() -> None:
+    class Attention(HandWritten):
+        def forward(self, x: Tensor, query_pos: Tensor | None = None, attn_bias: Tensor | None = None, **given: Tensor):
+            return super().forward(x)
+
+    class Core(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.0)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.dropout(F.scaled_dot_product_attention(q, k, v))
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.core = nn.Linear(E, E), Core()
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            q, k = (self.project(y).unflatten(-1, (H, -1)).transpose(1, 2) for y in (x, memory))
+            return self.core(q, k, k)
+
+    x, other = sequences(), sequences()
+    for given in ((other,), (None, torch.randn(B, L, L))):
+        with record(model := Attention()) as recording:
+            model(x, *given)
+            model(x, cos=torch.randn(1, L, 4), sin=torch.randn(1, L, 4))
+        assert [call.offset for call in recording[""].calls] == [0, 0]
+    with record(model := Apart()) as recording:
+        model(x, other)
+        model(x, x)
+    assert [call.offset for call in recording["core"].calls] == [None, 0]
+
+
+def test_extra_keys_of_the_function_alone() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.MultiheadAttention(E, H, add_bias_kv=True)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            layer = self.layer
+            projections = (layer.in_proj_weight, layer.in_proj_bias, layer.bias_k, layer.bias_v, True, 0.0)
+            out = (layer.out_proj.weight, layer.out_proj.bias)
+            return F.multi_head_attention_forward(x, x, x, E, H, *projections, *out, average_attn_weights=False)
+
+    with record(model := Model()) as recording:
+        weights = model(sequences().transpose(0, 1))[1]
+    close(recording[""].weights, weights.detach())
+    assert recording[""].calls[0].offset == 0
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+def test_three_dimensions_are_a_batch_of_single_heads(keep_graph: bool) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(E, E)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            y = self.project(x)
+            return F.scaled_dot_product_attention(y, y, x, mask)
+
+    model, x = Head(), sequences()
+    for mask in (None, VALID[:, None], torch.ones(L, L, dtype=torch.bool).tril()):
+        expected = model(x, mask)
+        with record(model, keep_graph=keep_graph) as recording:
+            close(model(x, mask).detach(), expected.detach())
+        assert recording[""].heads == 1 and recording[""].weights.shape == (B, 1, L, L)
+        close(recording[""].outputs.squeeze(1).detach(), expected.detach())
+
+
 def test_a_sequence_that_is_padded_on_the_left() -> None:
     model, x = HandWritten(), sequences()
     keys = ~PADDING.flip(1)
@@ -235,6 +361,46 @@ def test_a_sequence_that_is_padded_on_the_left() -> None:
 
 
 # --- Training, tools -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_before_dropout": True, "average_attn_weights": False}], ids=str)
+def test_dropout_without_gradients(options: dict[str, bool]) -> None:
+    layer, x = mha_ext.nn.MultiheadAttention(E, H, dropout=0.5), sequences()
+    results = []
+    with torch.no_grad():
+        for recorded in (False, True):
+            torch.manual_seed(1)
+            if recorded:
+                with record(layer):
+                    output = layer(x, x, x, **options)[0]
+            else:
+                output = layer(x, x, x, **options)[0]
+            results.append((output, torch.rand(3)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+def test_outputs_are_those_before_dropout(keep_graph: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mha_ext.MultiHeadAttention(E, H, dropout=0.5)
+            self.layer.W_o.register_forward_hook(lambda *_: None)  # such a layer is no single operator
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, x, x)[0]
+
+    model, x = Model(), sequences()
+    for _ in range(2):
+        with record(model, keep_graph=keep_graph) as recording:
+            model(x)
+        layer = model.layer
+        q, k, v = (p(x).unflatten(-1, (H, -1)).transpose(1, 2) for p in (layer.W_q, layer.W_k, layer.W_v))
+        heads = (q @ k.transpose(-2, -1) / (E // H) ** 0.5).softmax(-1) @ v
+        close(recording["layer"].outputs.detach(), heads.detach())
+        assert recording["layer"].outputs.requires_grad == keep_graph
+        model.layer.W_o._forward_hooks.clear()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -430,14 +596,121 @@ def test_a_forward_that_fails_does_not_confuse_the_names() -> None:
     assert list(recording) == ["b"]
 
 
-def test_records_inside_records() -> None:
-    layer, x = mha_ext.MultiHeadAttention(E, H), sequences()
-    with record(layer) as outer:
-        layer(x, x, x)
-        with record(layer) as inner:
-            layer(x, x, x)
-    assert len(inner[""].calls) == 1
-    assert torch.equal(inner[""].weights, outer[""].calls[0].weights)
+def test_a_hook_that_fails_does_not_confuse_the_names() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = OurBlock(), HandWritten()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                self.inner(x)
+            except RuntimeError:
+                pass
+            y = x.unsqueeze(1)
+            return mha_ext.attention(y, y, y)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    model = Model()
+    model.inner.register_forward_pre_hook(fail)
+    with record(model) as recording:
+        model(sequences())
+    assert list(recording) == [""]
+
+
+def test_other_threads_do_not_confuse_the_names() -> None:
+    begun = threading.Event()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.during: Callable[[], None] = lambda: None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.during()
+            return mha_ext.attention(x, x, x)
+
+    model, x = nn.ModuleDict({"a": Model(), "b": Model()}), torch.randn(B, H, L, 4)
+    done = threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert done.wait(60)
+
+    model["b"].during = wait
+    other = threading.Thread(target=lambda: model["b"](x))
+
+    def run_the_other() -> None:
+        other.start()
+        assert begun.wait(60)
+
+    model["a"].during = run_the_other
+    with record(model) as recording:
+        model["a"](x)
+        done.set()
+        other.join()
+    assert list(recording) == ["a"] and len(recording["a"].calls) == 1
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "ours": lambda: mha_ext.MultiHeadAttention(E, H),
+    "ours in torch's place": lambda: mha_ext.nn.MultiheadAttention(E, H, batch_first=True),
+    "torch": lambda: nn.MultiheadAttention(E, H, batch_first=True),
+    "sdpa": HandWritten,
+}
+
+
+def run(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x) if isinstance(model, HandWritten) else model(x, x, x)[0]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("inner_options", [{}, {"keep_graph": True}, {"streaming": True, "queries": 2}], ids=str)
+@pytest.mark.parametrize("outer_options", [{}, {"keep_graph": True}, {"streaming": True, "queries": 2}], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_records_inside_records(
+    layer: str, outer_options: dict[str, Any], inner_options: dict[str, Any], autocast: bool, grad: bool
+) -> None:
+    model, x = LAYERS[layer](), sequences()
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=autocast):
+        with record(model) as alone:
+            run(model, x)
+        with record(model, **outer_options) as outer, record(model, **inner_options) as inner:
+            run(model, x)
+    for recording, options in ((outer, outer_options), (inner, inner_options)):
+        assert recording.left == {}
+        if options.get("streaming"):
+            assert recording[""].statistics().rows == 2 * B
+        else:
+            torch.testing.assert_close(recording[""].weights, alone[""].weights, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("options", [{}, {"keep_graph": True}, {"streaming": True, "queries": 2}], ids=str)
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gates_around_and_inside_records(layer: str, gate_first: bool, options: dict[str, Any], grad: bool) -> None:
+    model, x, gates = LAYERS[layer](), sequences(), {"": torch.tensor([0.0, 1.0, 0.5, 2.0])}
+    with torch.set_grad_enabled(grad):
+        with gate(model, gates):
+            expected = run(model, x)
+        with record(model, streaming=options.get("streaming", False), queries=2) as alone:
+            run(model, x)
+        if gate_first:
+            with gate(model, gates), record(model, **options) as recording:
+                output = run(model, x)
+        else:
+            with record(model, **options) as recording, gate(model, gates):
+                output = run(model, x)
+    close(output.detach(), expected.detach())
+    found, wanted = recording[""].statistics(), alone[""].statistics()
+    assert found.rows == wanted.rows
+    close(found.entropy(), wanted.entropy())
+    close(found.linear_cka(), wanted.linear_cka())
 
 
 def test_what_cannot_be_seen_is_told() -> None:
@@ -450,6 +723,54 @@ def test_what_cannot_be_seen_is_told() -> None:
     with record(model) as recording:
         model(x)
     assert list(recording) == ["attention"] and not recording.left
+
+
+def test_nested_tensors_are_told() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    nested = torch.nested.nested_tensor([torch.randn(n, H, 4) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    with torch.no_grad(), record(model := Model()) as recording:
+        model(nested)
+    assert not recording and recording.left == {"": "is given nested tensors"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_vmap_runs_and_is_told(layer: str, streaming: bool) -> None:
+    model, x = LAYERS[layer](), torch.randn(2, B, L, E)
+    expected = torch.func.vmap(lambda y: run(model, y))(x)
+    with record(model, streaming=streaming) as recording:
+        output = torch.func.vmap(lambda y: run(model, y))(x)
+    close(output.detach(), expected.detach())
+    assert not recording and recording.left == {"": "runs in torch.func.vmap"}
+
+
+def test_without_values() -> None:
+    layer, x = mha_ext.MultiHeadAttention(E, H, device="meta"), torch.empty(B, L, E, device="meta")
+    with record(layer) as recording:
+        layer(x, x, x)
+    assert recording[""].weights.shape == (B, H, L, L)
+
+
+@pytest.mark.parametrize("attention", [mha_ext.attention, F.scaled_dot_product_attention])
+def test_streaming_other_heads_does_not_break_the_model(attention: Callable[..., Tensor]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [attention(y, y, y) for y in (x, x[:, :2])]
+
+    with torch.no_grad(), record(model := Model(), streaming=True) as recording:
+        model(torch.randn(B, H, L, 4))
+    assert "expected 4 heads as before, got 2" in recording.left[""]
 
 
 @pytest.mark.parametrize(
@@ -601,6 +922,7 @@ def test_gated_weights_of_a_torch_layer(average: bool) -> None:
         ({"": torch.ones(1, 1, H)}, ValueError, r"expected \(H,\) or \(B, H\)"),
         ({"": torch.ones(H, dtype=torch.bool)}, TypeError, "floating tensor"),
         ({"": [1.0] * H}, TypeError, "floating tensor"),
+        ([torch.ones(H)], TypeError, "expected a mapping of layer names to tensors, got list"),
         ({"elsewhere": torch.ones(H)}, ValueError, "expected names of layers that run, got 'elsewhere'"),
     ],
 )
@@ -608,3 +930,95 @@ def test_gate_errors(gates: dict[str, Any], error: type, text: str) -> None:
     layer, x = mha_ext.MultiHeadAttention(E, H), sequences()
     with pytest.raises(error, match=text), gate(layer, gates):
         layer(x, x, x)
+
+
+# --- Transformers --------------------------------------------------------------------------------------------------
+
+
+def llama(implementation: str, **options: Any) -> Any:
+    sizes = {"vocab_size": 30, "hidden_size": E, "intermediate_size": E, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": H, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=implementation, **options)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+LLAMA = "model.layers.0.self_attn"
+IDS = torch.randint(1, 30, (B, L), generator=torch.Generator().manual_seed(0))
+LEFT = (~PADDING).flip(1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "mha_ext"])
+def test_generation_with_a_cache(implementation: str, cache: str) -> None:
+    register()
+    model = llama(implementation)
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
+    expected = model.generate(IDS, attention_mask=LEFT.long(), **options)
+    with record(model) as recording, record(model, streaming=True) as streamed:
+        found = model.generate(IDS, attention_mask=LEFT.long(), **options)
+    assert torch.equal(found, expected) and not recording.left and not streamed.left
+    with torch.no_grad(), record(model) as whole:  # what was generated, once more and at once
+        model(expected, attention_mask=F.pad(LEFT, (0, 3), value=True).long(), use_cache=False)
+    weights, outputs = whole[LLAMA].weights, whole[LLAMA].outputs
+    calls = recording[LLAMA].calls
+    assert [call.offset for call in calls] == [0, L, L + 1]
+    assert recording[LLAMA].heads == H
+    for call in calls:
+        rows, keys = slice(call.offset, call.offset + call.weights.size(2)), call.weights.size(3)
+        valid = whole[LLAMA].calls[0].queries[:, rows]
+        assert torch.equal(call.queries, valid)
+        wanted = F.pad(weights, (0, max(0, keys - weights.size(3))))[:, :, rows, :keys]
+        close(call.weights.transpose(1, 2)[valid], wanted.transpose(1, 2)[valid])
+        close(call.outputs.transpose(1, 2)[valid], outputs[:, :, rows].transpose(1, 2)[valid])
+    assert streamed[LLAMA].statistics().rows == recording[LLAMA].statistics().rows == int(LEFT.sum()) + 2 * B
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_gates_while_generating(implementation: str) -> None:
+    model = llama(implementation)
+    cleared = copy.deepcopy(model)
+    with torch.no_grad():
+        cleared.model.layers[0].self_attn.o_proj.weight[:, 4:8] = 0.0
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = cleared.generate(IDS, attention_mask=LEFT.long(), **options)
+    with gate(model, {LLAMA: torch.tensor([1.0, 0.0, 1.0, 1.0])}):
+        found = model.generate(IDS, attention_mask=LEFT.long(), **options)
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        close(a, b)
+
+
+def test_transformers_attention_that_is_changed_meanwhile_stays() -> None:
+    model = llama("eager")
+    with torch.no_grad(), record(model):
+        model.set_attn_implementation("sdpa")
+        model(IDS)
+    assert model.config._attn_implementation == "sdpa"
+    model = llama("eager")
+    with torch.no_grad(), record(model) as recording:
+        assert mha_ext.restore_attention(model) == 1
+        model(IDS)
+    assert model.config._attn_implementation == "eager" and list(recording.left) == [LLAMA]
+    assert mha_ext.restore_attention(model) == 0
+
+
+def test_transformers_functions_are_as_before() -> None:
+    table = transformers.AttentionInterface()
+    before = {name: table[name] for name in table}
+    with record(llama("sdpa")):
+        assert table["sdpa"] is not before["sdpa"]
+    assert {name: table[name] for name in before} == before
+
+
+def test_positions_given_to_attention_are_no_sequence() -> None:
+    """DETR's layers are given the positions of both sequences."""
+    sizes = {"d_model": E, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": E, "decoder_ffn_dim": E}
+    heads = {"encoder_attention_heads": H, "decoder_attention_heads": H}
+    decoder = DetrDecoder(transformers.DetrConfig(**sizes, **heads)).eval()
+    positions = {
+        "spatial_position_embeddings": sequences(),
+        "object_queries_position_embeddings": sequences(),
+    }
+    with torch.no_grad(), record(decoder) as recording:
+        decoder(inputs_embeds=sequences(), encoder_hidden_states=sequences(), **positions)
+    offsets = {name: layer.calls[0].offset for name, layer in recording.items()}
+    assert offsets == {"layers.0.self_attn": 0, "layers.0.encoder_attn": None}
