@@ -30,7 +30,7 @@ def subjects(layer: mha_ext.MultiHeadAttention, batch: int) -> dict[str, tuple[C
     per_sequence = ones.expand(batch, -1)
     return {
         "in record()": (partial(record, layer), {}),
-        "in record(streaming=True), 32 rows of each sequence": (partial(record, layer, streaming=True), {}),
+        "in record(streaming=True), 16 rows of each sequence": (partial(record, layer, streaming=True), {}),
         "in record(streaming=True, queries=None)": (partial(record, layer, streaming=True, queries=None), {}),
         "in gate(), (H,)": (partial(gate, layer, {"": ones}), {}),
         "head_mask=, (H,)": (nullcontext, {"head_mask": ones}),

@@ -92,7 +92,7 @@ class Recording(dict[str, LayerRecording]):
 
 @contextlib.contextmanager
 def record(
-    model: nn.Module, *, streaming: bool = False, queries: int | None = 32, keep_graph: bool = False
+    model: nn.Module, *, streaming: bool = False, queries: int | None = 16, keep_graph: bool = False
 ) -> Iterator[Recording]:
     """Gathers what every attention layer of the model does inside `with`; the model computes what it always does.
 

@@ -56,7 +56,7 @@ def look_at_heads(model: CharacterModel, batch: Batch, step: int) -> list[HeadRo
     """Every head of every layer on a batch without padding."""
     was_training = model.training
     model.eval()
-    with torch.no_grad(), record(model, streaming=True) as recording:
+    with torch.no_grad(), record(model, streaming=True, queries=32) as recording:
         model(*batch.inputs)
     model.train(was_training)
     rows = []

@@ -960,6 +960,26 @@ def test_the_policy_stops_what_is_put_in_later(browser: Browser, tmp_path: Path)
 # Screens
 
 
+def test_the_most_alike_pair_of_each_layer(show: Show) -> None:
+    report = sentence_report()
+    page = show(report)
+    rows = page.locator("#alike-pairs tr")
+    assert rows.count() == len(report.layers)
+    for layer, attention in enumerate(report.inputs[0].attention):
+        cells = rows.nth(layer).locator("td")
+        matrix = attention.similarity.clone().fill_diagonal_(-1)
+        pair = sorted(divmod(int(matrix.argmax()), len(matrix)))
+        twin = attention.random_similarity.clone().fill_diagonal_(-1).max()
+        texts = [f"heads {pair[0]} and {pair[1]}", f"{matrix.max():.2f}", f"{twin:.2f}"]
+        assert cells.all_inner_texts() == texts
+    last = len(report.layers) - 1
+    rows.nth(last).locator("button").click()
+    matrix = report.inputs[0].attention[last].similarity.clone().fill_diagonal_(-1)
+    a, b = sorted(divmod(int(matrix.argmax()), len(matrix)))
+    for side, head in (("A", a), ("B", b)):
+        assert f"{side}: Layer {last}, head {head}" in page.inner_text("#compare")
+
+
 def test_the_theme_follows_the_system_and_the_button(show: Show) -> None:
     report = sentence_report(layers=1, heads=2)
     weights = report.inputs[0].attention[0].weights

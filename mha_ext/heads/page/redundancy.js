@@ -53,6 +53,30 @@ function matrixFacts(heads, rank, similarity) {
   ]);
 }
 
+/** The two different heads with the highest value: {a, b, value}, or null where no pair has one. */
+function mostAlike(matrix) {
+  let best = null;
+  for (let a = 0; a < (matrix ?? []).length; a++) {
+    for (let b = a + 1; b < matrix.length; b++) {
+      if (isNumber(matrix[a][b]) && (best === null || matrix[a][b] > best.value)) best = { a, b, value: matrix[a][b] };
+    }
+  }
+  return best;
+}
+
+/** A row per layer: its most alike pair, which opens in the comparison, and the twin's for chance. */
+function pairRow(app, layer) {
+  const { similarity, random_similarity: random } = attentionAt({ ...app.place, layer });
+  const [found, twin] = [mostAlike(similarity), mostAlike(random)];
+  const name = element("th", { scope: "row" }, `Layer ${layer}`);
+  if (!found) return element("tr", {}, name, element("td", {}, DASH), element("td", {}, DASH), element("td", {}, DASH));
+  const { a, b, value } = found;
+  const open = element("button", { type: "button", class: "chip" }, `heads ${a} and ${b}`);
+  open.addEventListener("click", () => app.compare({ ...app.place, layer, head: a }, { ...app.place, layer, head: b }));
+  const cells = [open, fraction(value), twin ? fraction(twin.value) : DASH].map((cell) => element("td", {}, cell));
+  return element("tr", {}, name, ...cells);
+}
+
 function measureLegend({ label, scale, ticks }) {
   return legend(scale, label, ticks.map((text, i) => [i / (ticks.length - 1), text]));
 }
@@ -76,6 +100,7 @@ function redundancyView(app) {
     byId("twin-legend").replaceChildren(twin ? measureLegend(MEASURES[0]) : "");
     byId("similarity-facts").replaceChildren(...matrixFacts(heads, attention.effective_rank, attention.similarity));
     byId("twin-facts").replaceChildren(...matrixFacts(heads, twinRank, twin));
+    byId("alike-pairs").replaceChildren(...report.layers.map((_, each) => pairRow(app, each)));
   }
 
   const twinMap = (layer, twin, order) => matrixMap(`Layer ${layer}, random twin`, twin, order, MEASURES[0]).element;
