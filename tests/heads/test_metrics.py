@@ -11,7 +11,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import mha_ext
 from mha_ext.heads import metrics
+from mha_ext.heads.recording import record
 
 NAN = math.nan
 LN2 = math.log(2)
@@ -753,3 +755,56 @@ QUERIES = torch.ones(2, 4, dtype=torch.bool)
 def test_errors(name: str, arguments: tuple, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"{name}: expected .*{text}"):
         getattr(metrics, name)(*arguments)
+
+
+class TestBesideARandomLayer:
+    """A layer of the usual initial values, on random tokens: what chance gives; and heads with a task."""
+
+    LENGTH = 24
+
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Weights (B, H, L, L) and outputs (B, H, L, D) of the random layer."""
+        layer, x = mha_ext.MultiHeadAttention(64, 4), torch.randn(16, self.LENGTH, 64)
+        with torch.no_grad(), record(layer) as recording:
+            layer(x, x, x)
+        return recording[""].weights, recording[""].outputs
+
+    def with_tasks(self) -> Tensor:
+        """(1, 4, L, L): heads that look at the token itself, the one before, the one after, the first."""
+        eye = torch.eye(self.LENGTH)
+        first = torch.zeros(self.LENGTH, self.LENGTH)
+        first[:, 0] = 1.0
+        return torch.stack([eye, eye.roll(-1, 1), eye.roll(1, 1), first]).unsqueeze(0)
+
+    def test_distance(self) -> None:
+        positions = torch.arange(self.LENGTH)
+        chance = (positions[:, None] - positions).abs().float().mean()
+        found = metrics.attention_distance(self.seen()[0])
+        torch.testing.assert_close(found, chance.expand(4), rtol=0.05, atol=0)
+        assert metrics.attention_distance(self.with_tasks())[0] == 0
+
+    def test_shares(self) -> None:
+        random, tasks = metrics.position_shares(self.seen()[0]), metrics.position_shares(self.with_tasks())
+        for name, head in (("self", 0), ("previous", 1), ("next", 2), ("first", 3)):
+            torch.testing.assert_close(random[name], torch.full((4,), 1 / self.LENGTH), rtol=0.2, atol=0)
+            assert tasks[name][head] == 1.0
+
+    def test_divergence(self) -> None:
+        pairs = ~torch.eye(4, dtype=torch.bool)
+        assert 0 < metrics.jensen_shannon(self.seen()[0])[pairs].max() < 0.05  # all look at everything alike
+        assert metrics.jensen_shannon(self.with_tasks())[0, 1] == pytest.approx(math.log(2))
+
+    def test_effective_rank(self) -> None:
+        """Independent heads are nearly as many as there are, up to what the same tokens make them share."""
+        outputs = self.seen()[1]
+        found = metrics.effective_rank(metrics.linear_cka(outputs))
+        assert 2 < found < 4
+        copies = outputs[:, :1].expand(-1, 4, -1, -1)
+        assert metrics.effective_rank(metrics.linear_cka(copies)) == pytest.approx(1.0, abs=1e-3)
+
+    def test_rollout(self) -> None:
+        """Two layers that mix everything leave a quarter of the token itself, and the rest to all alike."""
+        weights = self.seen()[0]
+        rollout = metrics.attention_rollout([weights, weights])
+        expected = 0.25 * torch.eye(self.LENGTH) + 0.75 / self.LENGTH
+        torch.testing.assert_close(rollout.mean(0), expected, rtol=0.15, atol=1e-3)
