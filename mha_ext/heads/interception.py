@@ -176,7 +176,7 @@ class Interception(TorchFunctionMode):
     model: nn.Module
     changes_results: bool = False  # PyTorch's own functions are computed by ours too
     running: list[_Running] = field(default_factory=list)
-    called: dict[str, nn.Module] = field(default_factory=dict)  # modules that ran and look like attention
+    called: dict[str, None] = field(default_factory=dict)  # in order: modules that ran and look like attention
     seen: set[str] = field(default_factory=set)  # the layers that attended
     reasons: dict[str, str] = field(default_factory=dict)  # why models cannot be seen
     sink: Tensor | None = None
@@ -231,7 +231,7 @@ class Interception(TorchFunctionMode):
                 return
             self.running.append(_Running(name, module, args, kwargs))
             if "attention" in type(module).__name__.lower():
-                self.called.setdefault(name, module)
+                self.called[name] = None
 
         def leave(*_: Any) -> None:  # also if another hook failed before `enter`
             if threading.get_ident() == self.thread and self.running and self.running[-1].module is module:

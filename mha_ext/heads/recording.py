@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 
+from ..head_mask import masked_heads
 from .interception import Call, Interception, heads_apart, of_projections, unseen
 from .statistics import Statistics
 
@@ -274,8 +275,8 @@ class Gater(Interception):
         gates = self.gate_of(call.layer, outputs)
         if gates is not None:
             _check_gates(call.layer, gates, outputs)
-            factor = gates[..., None, None].to(outputs.dtype)
-            outputs, weights = outputs * factor, weights * factor if weights.dim() == 4 else weights
+            outputs = masked_heads(outputs, gates)
+            weights = masked_heads(weights, gates) if weights.dim() == 4 else weights
         return outputs, weights.mean(1) if wants_mean else weights, logsumexp
 
     def layer(
