@@ -400,7 +400,7 @@ torch.testing.assert_close(same, op(x, x, x, weight, weight, weight, weight, *[t
 """
 
 
-@pytest.mark.parametrize("library", ["blas", "onednn"])
+@pytest.mark.parametrize("library", ["blas", "onednn", "tiles"])
 def test_parameters_of_any_layout(library):
     environment = {**os.environ, "MHA_EXT_LINEAR": library}
     command = [sys.executable, "-c", "import mha_ext\n" + LAYOUTS_OF_PARAMETERS]

@@ -6,17 +6,27 @@
 #include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
+#include <string>
 #include <string_view>
 
 namespace mha_ext::cpu {
 
-// The variable's value, one of the two choices; empty when it is not set.
+// "a, b or c"
+inline std::string one_of(std::initializer_list<std::string_view> choices) {
+  std::string list;
+  for (const auto* choice = choices.begin(); choice != choices.end(); ++choice) {
+    if (choice != choices.begin()) list += choice + 1 == choices.end() ? " or " : ", ";
+    list += *choice;
+  }
+  return list;
+}
+
+// The variable's value, one of the choices; empty when it is not set.
 inline std::string_view environment_choice(const char* name, std::initializer_list<std::string_view> choices) {
   const char* value = std::getenv(name);
   if (!value || !*value) return {};
   const auto* found = std::find(choices.begin(), choices.end(), std::string_view(value));
-  TORCH_CHECK_VALUE(found != choices.end(), name, ": expected ", *choices.begin(), " or ", *(choices.end() - 1),
-                    ", got ", value);
+  TORCH_CHECK_VALUE(found != choices.end(), name, ": expected ", one_of(choices), ", got ", value);
   return *found;
 }
 

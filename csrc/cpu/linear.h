@@ -1,32 +1,44 @@
-// The projections of a layer and their gradients, each by the faster of ATen's two matrix products on this machine: the
-// BLAS that torch was built with, or oneDNN (on AVX-512 machines that are not Intel's MKL is at half of oneDNN's
-// speed).
+// The projections of a layer and their gradients, each by the fastest of three matrix products on this machine: tiles
+// of our own around oneDNN's brgemm (kernels/linear.h), ATen's oneDNN operator, or the BLAS that torch was built with.
 #pragma once
+
+#include "kernels/linear_params.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace mha_ext::cpu {
 
-// y = x w^T + b: x (..., in), w (out, in), b (out,); returns (..., out), contiguous.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
+// Products that do not depend on each other: in tiles they share one parallel region. No result is to be read before
+// run().
+class LinearProducts {
+ public:
+  // y = x w^T + b: x (..., in), w (out, in), b (out,); y (..., out), contiguous.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
 
-// dx = dy w: dy (..., out); returns (..., in).
-at::Tensor linear_grad_input(const at::Tensor& dy, const at::Tensor& w);
+  // dx = sum over the terms of dy w: (dy (..., out), w (out, in)) each, at most kLinearTerms; dx (..., in).
+  at::Tensor grad_input(const std::vector<std::pair<at::Tensor, at::Tensor>>& terms);
 
-// sum + dy w, in sum's memory or in new: sum is given up.
-at::Tensor add_linear_grad_input(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& w);
+  // dw = dy^T x (out, in) and db = dy (out,), summed over all leading dimensions; undefined unless wanted.
+  std::pair<at::Tensor, at::Tensor> grad_weight(const at::Tensor& dy, const at::Tensor& x, bool need_weight,
+                                                bool need_bias);
 
-// dw = dy^T x, summed over all leading dimensions; returns (out, in).
-at::Tensor linear_grad_weight(const at::Tensor& dy, const at::Tensor& x);
+  void run();
 
-// db = dy summed over all leading dimensions; returns (out,).
-at::Tensor linear_grad_bias(const at::Tensor& dy);
+ private:
+  LinearProduct& add(LinearKind kind, const at::Tensor& result);
+  Rows rows_of(const at::Tensor& x);
 
-// "blas" or "onednn" for each of the three products; measured at first use, or as the environment variable
-// MHA_EXT_LINEAR=blas|onednn says.
-std::string linear_backend(int product);
+  std::vector<LinearProduct> products_;
+  std::vector<at::Tensor> operands_;  // copies among them live until run()
+};
+
+// "tiles", "onednn" or "blas" for a kind of product; measured at first use, or as the environment variable
+// MHA_EXT_LINEAR says.
+std::string linear_backend(LinearKind kind);
 
 }  // namespace mha_ext::cpu

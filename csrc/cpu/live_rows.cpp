@@ -1,7 +1,5 @@
 #include "live_rows.h"
 
-#include "linear.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 
@@ -38,14 +36,11 @@ Tensor LiveRows::put(const Tensor& y) const {
   return x;
 }
 
-Tensor LiveRows::add_linear_grad_input(const Tensor& sum, const Tensor& dy, const Tensor& w) const {
-  if (lengths_.empty()) return cpu::add_linear_grad_input(sum, dy, w);
-  const Tensor added = linear_grad_input(dy, w);
+void LiveRows::add_to(const Tensor& sum, const Tensor& y) const {
   int64_t row = 0;
   for (size_t b = 0; b < lengths_.size(); row += lengths_[b++]) {
-    sum.select(0, b).narrow(0, 0, lengths_[b]).add_(added.narrow(0, row, lengths_[b]));
+    sum.select(0, b).narrow(0, 0, lengths_[b]).add_(y.narrow(0, row, lengths_[b]));
   }
-  return sum;
 }
 
 }  // namespace mha_ext::cpu

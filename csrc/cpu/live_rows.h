@@ -21,8 +21,10 @@ class LiveRows {
   // (live rows, F) -> (B, L, F), zeros elsewhere; y itself if all rows live.
   at::Tensor put(const at::Tensor& y) const;
 
-  // sum (B, L, in) + dy w for dy of the live rows; gives sum up.
-  at::Tensor add_linear_grad_input(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& w) const;
+  // sum (B, L, F) += y (live rows, F)
+  void add_to(const at::Tensor& sum, const at::Tensor& y) const;
+
+  bool all() const { return lengths_.empty(); }
 
  private:
   std::vector<int64_t> lengths_;  // of each sequence; empty: all rows

@@ -63,17 +63,23 @@ std::tuple<Tensor, LayerSaved> multi_head_attention_forward(const Tensor& query,
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
   LayerSaved saved;
-  saved.q = linear(query, p.w_q, p.b_q);
   const LiveKeysAndValues live(options, query, key);
-  saved.k = live.keys.put(linear(live.keys.take(key), p.w_k, p.b_k));
-  saved.v = live.values.put(linear(live.values.take(value), p.w_v, p.b_v));
+  LinearProducts projections;
+  saved.q = projections.forward(query, p.w_q, p.b_q);
+  const Tensor k = projections.forward(live.keys.take(key), p.w_k, p.b_k);
+  const Tensor v = projections.forward(live.values.take(value), p.w_v, p.b_v);
+  projections.run();
+  saved.k = live.keys.put(k);
+  saved.v = live.values.put(v);
   saved.context = empty_features(s.batch, s.q_len, s.heads * s.value_dim, query.options());
   saved.weights = empty_weights(s, options, query.options());
   saved.logsumexp = empty_logsumexp(s, options, query.options());
   attention_into(heads_of(saved.q, s.heads, s.head_dim), heads_of(saved.k, s.kv_heads, s.head_dim),
                  heads_of(saved.v, s.kv_heads, s.value_dim), options, heads_of(saved.context, s.heads, s.value_dim),
                  saved.weights, saved.logsumexp);
-  return {linear(saved.context, p.w_o, p.b_o), saved};
+  const Tensor output = projections.forward(saved.context, p.w_o, p.b_o);
+  projections.run();
+  return {output, saved};
 }
 
 std::tuple<Tensor, Tensor> multi_head_attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -95,17 +101,19 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const AttentionSizes& s = sizes.core;
   LayerGrads grads;
-  if (wanted[kWo]) grads[kWo] = linear_grad_weight(grad_output, saved.context);
-  if (wanted[kBo]) grads[kBo] = linear_grad_bias(grad_output);
+  LinearProducts products;
+  std::tie(grads[kWo], grads[kBo]) = products.grad_weight(grad_output, saved.context, wanted[kWo], wanted[kBo]);
 
   const bool query_side = wanted[kQuery] || wanted[kWq] || wanted[kBq];
   const bool key_side = wanted[kKey] || wanted[kWk] || wanted[kBk];
   const bool value_side = wanted[kValue] || wanted[kWv] || wanted[kBv];
   if (!query_side && !key_side && !value_side && !wanted[kBias]) {
+    products.run();
     return with_empty_rest(std::move(grads), query.options());
   }
 
-  const Tensor grad_context = linear_grad_input(grad_output, p.w_o);
+  const Tensor grad_context = products.grad_input({{grad_output, p.w_o}});
+  products.run();
   const Tensor dq = at::empty(saved.q.sizes(), query.options());
   const Tensor dk = at::empty(saved.k.sizes(), query.options());
   const Tensor dv = at::empty(saved.v.sizes(), query.options());
@@ -127,16 +135,28 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
   } sides[] = {{LiveRows(), dq, query, p.w_q, kQuery, kWq, kBq},
                {live.keys, dk, key, p.w_k, kKey, kWk, kBk},
                {live.values, dv, value, p.w_v, kValue, kWv, kBv}};
+  std::vector<std::pair<Tensor, Tensor>> into_query;           // dy, w
+  std::vector<std::pair<const LiveRows*, Tensor>> live_grads;  // of some rows of the query
   for (const auto& side : sides) {
     const Tensor dy = side.rows.take(side.dy);
-    if (wanted[side.weight]) {
-      grads[side.weight] = linear_grad_weight(dy, without_hidden_rows(dy, side.rows.take(side.x), options));
+    const Tensor x = wanted[side.weight] ? without_hidden_rows(dy, side.rows.take(side.x), options) : side.x;
+    std::tie(grads[side.weight], grads[side.bias]) =
+        products.grad_weight(dy, x, wanted[side.weight], wanted[side.bias]);
+    if (!wanted[self_attention ? kQuery : side.input]) continue;
+    if (self_attention && side.rows.all()) {
+      into_query.emplace_back(dy, side.w);
+    } else if (self_attention) {
+      live_grads.emplace_back(&side.rows, products.grad_input({{dy, side.w}}));
+    } else {
+      grads[side.input] = products.grad_input({{dy, side.w}});
     }
-    if (wanted[side.bias]) grads[side.bias] = linear_grad_bias(dy);
-    if (self_attention && side.input != kQuery) {
-      if (wanted[kQuery]) grads[kQuery] = side.rows.add_linear_grad_input(grads[kQuery], dy, side.w);
-    } else if (wanted[side.input]) {
-      grads[side.input] = side.rows.put(linear_grad_input(dy, side.w));
+  }
+  if (!into_query.empty()) grads[kQuery] = products.grad_input(into_query);
+  products.run();
+  for (const auto& [rows, grad] : live_grads) rows->add_to(grads[kQuery], grad);
+  if (!self_attention) {
+    for (const auto& side : sides) {
+      if (wanted[side.input]) grads[side.input] = side.rows.put(grads[side.input]);
     }
   }
   return with_empty_rest(std::move(grads), query.options());

@@ -104,4 +104,46 @@ BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
   return split;
 }
 
+namespace {
+
+int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+// Rows and columns of the tasks of a product: one block of the operand that is stored transposed, as much as that
+// deserves of the other.
+struct LinearBlock {
+  int64_t rows, columns;
+};
+
+LinearBlock linear_block(const LinearProduct& p, int64_t split) {
+  if (p.kind == LinearKind::grad_weight) return {kLinearRows / std::min<int64_t>(split, 4), p.columns};
+  return {std::max(kLinearRows, kLinearTaskRows / split), kLinearColumns};
+}
+
+int64_t count_tasks(const std::vector<LinearProduct>& products, int64_t split) {
+  int64_t count = 0;
+  for (const LinearProduct& p : products) {
+    const LinearBlock block = linear_block(p, split);
+    count += blocks_of(p.rows, block.rows) * blocks_of(p.columns, block.columns);
+  }
+  return count;
+}
+
+}  // namespace
+
+std::vector<LinearTask> split_linear(const std::vector<LinearProduct>& products, int64_t threads) {
+  int64_t split = 1;
+  while (threads > 1 && split < 16 && count_tasks(products, split) < 8 * threads) split *= 2;
+  std::vector<LinearTask> tasks;
+  for (int64_t i = 0; i < static_cast<int64_t>(products.size()); ++i) {
+    const LinearProduct& p = products[i];
+    const LinearBlock block = linear_block(p, split);
+    for (int64_t r = 0; r < p.rows; r += block.rows) {
+      for (int64_t c = 0; c < p.columns; c += block.columns) {
+        tasks.push_back({i, r, std::min(r + block.rows, p.rows), c, std::min(c + block.columns, p.columns)});
+      }
+    }
+  }
+  return tasks;
+}
+
 }  // namespace mha_ext::cpu

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/attention_params.h"
+#include "kernels/linear_params.h"
 
 #include <vector>
 
@@ -25,5 +26,8 @@ struct BackwardSplit {
 
 // All heads that add into one grad_bias share a task. Key blocks are split when there are few tasks otherwise.
 BackwardSplit split_backward(const BackwardParams& p, int64_t threads);
+
+// Blocks of every product, of one size: smaller ones where there are few of them for so many threads.
+std::vector<LinearTask> split_linear(const std::vector<LinearProduct>& products, int64_t threads);
 
 }  // namespace mha_ext::cpu

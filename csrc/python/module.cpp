@@ -19,9 +19,9 @@ std::string cpu_capability() { return kernel_table().name; }
 
 py::dict linear_backends() {
   py::dict backends;
-  backends["forward"] = linear_backend(0);
-  backends["grad_input"] = linear_backend(1);
-  backends["grad_weight"] = linear_backend(2);
+  backends["forward"] = linear_backend(LinearKind::forward);
+  backends["grad_input"] = linear_backend(LinearKind::grad_input);
+  backends["grad_weight"] = linear_backend(LinearKind::grad_weight);
   return backends;
 }
 
@@ -76,7 +76,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("brgemm_available", &brgemm_available,
         "Whether float32 tile products run in oneDNN's batch-reduce GEMM; otherwise in the kernels' own.");
   m.def("linear_backends", &linear_backends,
-        "'blas' or 'onednn' for the projections' products 'forward', 'grad_input' and 'grad_weight'.");
+        "'tiles', 'onednn' or 'blas' for the projections' products 'forward', 'grad_input' and 'grad_weight'.");
   m.def("multiply_add", &multiply_add, py::arg("iterations"), py::call_guard<py::gil_scoped_release>(),
         "Multiplies and adds float32 numbers in the registers of all threads; returns how many operations that were.");
   m.def("tile_size", &get_tile_size, "Rows and columns of the score tile: forward queries and keys, then backward's.");

@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "backward_few_rows.h"
 #include "forward.h"
+#include "linear.h"
 #include "peak.h"
 
 #define MHA_EXT_JOIN_(a, b) a##b
@@ -74,6 +75,18 @@ void backward_worker(const BackwardParams& p, TaskQueue<BackwardTask>& queue, co
   });
 }
 
+int64_t linear_scratch_bytes() {
+  Workspace measure(nullptr);
+  LinearScratch scratch(measure);
+  return measure.used();
+}
+
+void linear_worker(const LinearProduct* products, TaskQueue<LinearTask>& queue, std::byte* memory) {
+  Workspace workspace(memory);
+  LinearScratch scratch(workspace);
+  while (const LinearTask* task = take(queue)) linear_task(products[task->product], *task, scratch);
+}
+
 template <typename T>
 constexpr Kernels kernels() {
   return {forward_scratch_bytes<T>, forward_worker<T>, backward_scratch_bytes<T>,
@@ -82,7 +95,7 @@ constexpr Kernels kernels() {
 
 }  // namespace
 
-const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {MHA_EXT_STRING(MHA_EXT_ISA), kFewRows, kernels<float>(),
-                                                              kernels<double>()};
+const KernelTable MHA_EXT_JOIN(kernel_table_, MHA_EXT_ISA) = {
+    MHA_EXT_STRING(MHA_EXT_ISA), kFewRows, kernels<float>(), kernels<double>(), linear_scratch_bytes, linear_worker};
 
 }  // namespace mha_ext::cpu

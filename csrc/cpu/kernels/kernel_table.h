@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_params.h"
+#include "linear_params.h"
 
 #include <cstddef>
 
@@ -32,6 +33,8 @@ struct KernelTable {
   const char* name;  // default, avx2, avx512
   int64_t few_rows;  // up to so many rows of the forward do without packed keys and values
   Kernels f32, f64;
+  int64_t (*linear_scratch_bytes)();  // fp32, where oneDNN's brgemm runs
+  void (*linear_worker)(const LinearProduct*, TaskQueue<LinearTask>&, std::byte* scratch);
 };
 
 // One per instruction set, defined by kernel_table.cpp.
