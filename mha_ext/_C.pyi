@@ -1,5 +1,7 @@
 """What libmha_ext uses on this machine, and its settings for tests and tuning."""
 
+from typing import Literal
+
 def cpu_capability() -> str:
     """The kernels in use: 'default', 'avx2' or 'avx512'."""
 
@@ -7,7 +9,7 @@ def brgemm_available() -> bool:
     """Whether float32 tile products run in oneDNN's batch-reduce GEMM; otherwise in the kernels' own."""
 
 def linear_backends() -> dict[str, str]:
-    """'blas' or 'onednn' for the projections' products 'forward', 'grad_input' and 'grad_weight'."""
+    """'tiles', 'onednn' or 'blas' for the projections' products 'forward', 'grad_input' and 'grad_weight'."""
 
 def multiply_add(iterations: int) -> float:
     """Multiplies and adds float32 numbers in the registers of all threads; returns how many operations that were."""
@@ -22,6 +24,14 @@ def work_list(
 
     Each is a tuple of batch, key head, first and last (excluded) row of those that share the key head, first and last
     key.
+    """
+
+def linear_work_list(
+    kind: Literal["forward", "grad_input", "grad_weight"], rows: int, columns: int, depth: int, threads: int
+) -> list[tuple[int, int, int, int]]:
+    """The tasks of a projection's product in tiles, of that kind, in the order in which threads take them.
+
+    Each is a tuple of first and last (excluded) row and column of the result (rows, columns).
     """
 
 def set_fused_on_cpu(on: bool) -> None:

@@ -30,7 +30,8 @@ def info() -> Info:
 
     cpu_capability is 'default', 'avx2' or 'avx512': the best that the processor, this build and the environment
     variable ATEN_CPU_CAPABILITY allow. tile_products is 'onednn' or 'own': who multiplies the float32 tiles of
-    attention. projections is 'blas' or 'onednn' for each product of a linear layer: the faster, measured at first use.
+    attention. projections is 'tiles' (our own), 'onednn' or 'blas' for each product of a linear layer: the fastest,
+    measured at first use.
     """
     return {
         "version": _build.VERSION,
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
         prog="mha-ext info",
         description="Versions, the instruction set in use, who multiplies the matrices, and threads.",
         epilog="ATEN_CPU_CAPABILITY=avx2 or =default picks older instructions than the processor has; "
-        "MHA_EXT_LINEAR=blas or =onednn picks the projections' library; OMP_NUM_THREADS sets the threads.",
+        "MHA_EXT_LINEAR=tiles, =onednn or =blas picks who multiplies in projections; OMP_NUM_THREADS sets the threads.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     try:

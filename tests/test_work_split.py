@@ -6,6 +6,7 @@ import heapq
 from collections import defaultdict
 
 import pytest
+import torch
 
 from mha_ext import _C
 
@@ -23,6 +24,27 @@ causal = pytest.mark.parametrize("is_causal", [False, True])
 def tasks_of(backward, shape, is_causal, threads=THREADS):
     batch, heads, kv_heads, length = shape
     return _C.work_list(backward, batch, heads, kv_heads, length, length, is_causal, threads)
+
+
+LINEAR_SHAPES = {  # rows of x, features in, features out
+    "512 features": (8192, 512, 512),
+    "768 features": (16384, 768, 768),
+    "1024 features": (8192, 1024, 1024),
+    "wide": (4096, 4096, 4096),
+    "narrow keys": (32768, 2048, 1024),
+}
+kinds = pytest.mark.parametrize("kind", ["forward", "grad_input", "grad_weight"])
+
+
+def linear_tasks(kind, shape, threads=THREADS):
+    """Rows and columns of the result, and the tasks."""
+    rows, inputs, outputs = shape
+    sizes = {
+        "forward": (rows, outputs, inputs),
+        "grad_input": (rows, inputs, outputs),
+        "grad_weight": (outputs, inputs, rows),
+    }[kind]
+    return *sizes[:2], _C.linear_work_list(kind, *sizes, threads)
 
 
 def visible_area(rows, keys, length, is_causal):
@@ -85,3 +107,26 @@ def test_backward_is_balanced(shape, is_causal):
                 passed[b, h, block[0]] = now
         heapq.heappush(free, now)
     assert max(free) <= 1.1 * work / THREADS
+
+
+@kinds
+@pytest.mark.parametrize(
+    "shape", [*LINEAR_SHAPES.values(), (1, 1, 1), (1, 512, 513), (1025, 65, 17), (33, 1, 1030), (100, 511, 1)], ids=str
+)
+@pytest.mark.parametrize("threads", [1, 2, 64])
+def test_every_element_of_a_projection_is_in_one_task(kind, shape, threads):
+    rows, columns, tasks = linear_tasks(kind, shape, threads)
+    times = torch.zeros(rows, columns, dtype=torch.uint8)
+    for first_row, last_row, first_column, last_column in tasks:
+        assert 0 <= first_row < last_row <= rows and 0 <= first_column < last_column <= columns
+        times[first_row:last_row, first_column:last_column] += 1
+    assert (times == 1).all()
+
+
+@kinds
+@pytest.mark.parametrize("shape", LINEAR_SHAPES.values(), ids=LINEAR_SHAPES)
+def test_projections_are_balanced(kind, shape):
+    free = [0] * THREADS
+    for first_row, last_row, first_column, last_column in linear_tasks(kind, shape)[2]:
+        heapq.heapreplace(free, free[0] + (last_row - first_row) * (last_column - first_column))
+    assert max(free) <= 1.1 * sum(free) / THREADS

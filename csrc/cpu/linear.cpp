@@ -71,8 +71,8 @@ void run_products(const std::vector<LinearProduct>& products) {
   double flops = 0;
   for (const LinearProduct& p : products) {
     for (int64_t i = 0; i < p.term_count; ++i) {
-      flops += 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns) *
-               static_cast<double>(p.terms[i].depth);
+      flops +=
+          2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns) * static_cast<double>(p.terms[i].depth);
     }
   }
   const int64_t threads = useful_threads(flops);
@@ -83,26 +83,36 @@ void run_products(const std::vector<LinearProduct>& products) {
               [&](std::byte* scratch) { kernels.linear_worker(products.data(), queue, scratch); });
 }
 
-// Seconds for 512 x 512 times 512 x 512.
+// Seconds for (rows, 512) times (512, 512).
 double measure(LinearKind kind, Backend backend, const Tensor& a, const Tensor& b, const Tensor& result) {
   const auto start = std::chrono::steady_clock::now();
   if (backend == Backend::tiles) {
     const Rows rows_a = {a.const_data_ptr<float>(), a.size(1)}, rows_b = {b.const_data_ptr<float>(), b.size(1)};
-    run_products({{kind, 512, 512, {{rows_a, rows_b, 512}}, 1, nullptr, result.mutable_data_ptr<float>(), nullptr}});
+    const bool transposed = kind == LinearKind::grad_weight;
+    run_products({{.kind = kind,
+                   .rows = a.size(transposed ? 1 : 0),
+                   .columns = 512,
+                   .terms = {{rows_a, rows_b, a.size(transposed ? 0 : 1)}},
+                   .term_count = 1,
+                   .result = result.mutable_data_ptr<float>()}});
   } else {
     library_product(kind, backend == Backend::onednn, a, b, std::nullopt);
   }
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// All in turns, some 15 milliseconds; the first turns also warm up. A later one has to be slower than the choice so far
-// by a twentieth to lose: at a tie the choice should not hang on noise, as results differ in the last bit.
+// All in turns, some 10 milliseconds; the first turns also warm up. To be chosen before one that stands earlier in the
+// list a backend has to win by a twentieth: at a tie the choice should not hang on noise, as results differ in the last
+// bit.
 Backend measured_backend(LinearKind kind) {
   std::vector<Backend> candidates;
   if (brgemm_available()) candidates.push_back(Backend::tiles);
   candidates.push_back(Backend::blas);
   if (onednn()) candidates.push_back(Backend::onednn);
-  const Tensor rows = at::ones({512, 512}), other = at::ones({512, 512}), result = at::empty({512, 512});
+  const int64_t count = std::clamp<int64_t>(64 * at::get_num_threads(), 128, 1024);  // work for every thread
+  const Tensor rows = at::ones({count, 512});
+  const Tensor other = at::ones({kind == LinearKind::grad_weight ? count : 512, 512});
+  const Tensor result = at::empty({kind == LinearKind::grad_weight ? 512 : count, 512});
   std::array<double, 3> best{1e9, 1e9, 1e9};
   for (int i = 0; i < 6; ++i) {
     for (const Backend backend : candidates) {
@@ -230,7 +240,7 @@ std::pair<Tensor, Tensor> LinearProducts::grad_weight(const Tensor& dy, const Te
   if (need_bias) grads.second = at::empty({rows.size(1)}, dy.options());
   LinearProduct& p = add(LinearKind::grad_weight, grads.first);
   p.rows = rows.size(1);
-  p.columns = inputs.size(1);
+  p.columns = need_weight ? inputs.size(1) : 1;
   p.terms[p.term_count++] = {rows_of(rows), rows_of(inputs), rows.size(0)};
   if (need_bias) p.row_sums = grads.second.mutable_data_ptr<float>();
   return grads;

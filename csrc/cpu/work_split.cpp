@@ -106,8 +106,6 @@ BackwardSplit split_backward(const BackwardParams& p, int64_t threads) {
 
 namespace {
 
-int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
-
 // Rows and columns of the tasks of a product: one block of the operand that is stored transposed, as much as that
 // deserves of the other.
 struct LinearBlock {
@@ -115,24 +113,18 @@ struct LinearBlock {
 };
 
 LinearBlock linear_block(const LinearProduct& p, int64_t split) {
-  if (p.kind == LinearKind::grad_weight) return {kLinearRows / std::min<int64_t>(split, 4), p.columns};
-  return {std::max(kLinearRows, kLinearTaskRows / split), kLinearColumns};
-}
-
-int64_t count_tasks(const std::vector<LinearProduct>& products, int64_t split) {
-  int64_t count = 0;
-  for (const LinearProduct& p : products) {
-    const LinearBlock block = linear_block(p, split);
-    count += blocks_of(p.rows, block.rows) * blocks_of(p.columns, block.columns);
+  switch (p.kind) {
+    case LinearKind::forward:
+      // Few rows: see few_rows_forward().
+      return {p.rows <= kFewLinearRows ? p.rows : std::max(kLinearRows, kLinearTaskRows / split), kLinearColumns};
+    case LinearKind::grad_input: return {std::max(kLinearRows / 2, kLinearTaskRows / split), kLinearColumns};
+    default: break;
   }
-  return count;
+  const int64_t rows = std::max(kLanes, kLinearRows / split);
+  return {rows, std::max(kLinearColumns, padded(p.columns * kLinearRows / rows / split))};
 }
 
-}  // namespace
-
-std::vector<LinearTask> split_linear(const std::vector<LinearProduct>& products, int64_t threads) {
-  int64_t split = 1;
-  while (threads > 1 && split < 16 && count_tasks(products, split) < 8 * threads) split *= 2;
+std::vector<LinearTask> linear_tasks(const std::vector<LinearProduct>& products, int64_t split) {
   std::vector<LinearTask> tasks;
   for (int64_t i = 0; i < static_cast<int64_t>(products.size()); ++i) {
     const LinearProduct& p = products[i];
@@ -142,6 +134,24 @@ std::vector<LinearTask> split_linear(const std::vector<LinearProduct>& products,
         tasks.push_back({i, r, std::min(r + block.rows, p.rows), c, std::min(c + block.columns, p.columns)});
       }
     }
+  }
+  return tasks;
+}
+
+// Whether threads that take tasks of one size end at about the same time.
+bool is_balanced(int64_t tasks, int64_t threads) {
+  const int64_t turns = (tasks + threads - 1) / threads;
+  return 10 * turns * threads <= 11 * tasks;
+}
+
+}  // namespace
+
+std::vector<LinearTask> split_linear(const std::vector<LinearProduct>& products, int64_t threads) {
+  std::vector<LinearTask> tasks = linear_tasks(products, 1);
+  for (int64_t split = 2; split <= 64; split *= 2) {
+    const auto count = static_cast<int64_t>(tasks.size());
+    if (threads == 1 || count >= 8 * threads || (count >= 4 * threads && is_balanced(count, threads))) break;
+    tasks = linear_tasks(products, split);
   }
   return tasks;
 }

@@ -10,6 +10,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
+
 namespace {
 
 namespace py = pybind11;
@@ -59,6 +62,25 @@ std::vector<Task> work_list(bool backward, int64_t batch, int64_t heads, int64_t
   return tasks;
 }
 
+// Of each task of one product: first and last (excluded) row, first and last column of the result.
+std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> linear_work_list(const std::string& kind, int64_t rows,
+                                                                             int64_t columns, int64_t depth,
+                                                                             int64_t threads) {
+  constexpr std::array<const char*, 3> kinds = {"forward", "grad_input", "grad_weight"};
+  const auto* found = std::find(kinds.begin(), kinds.end(), kind);
+  TORCH_CHECK_VALUE(found != kinds.end(), "linear_work_list: expected forward, grad_input or grad_weight, got ", kind);
+  LinearProduct product{};
+  product.kind = static_cast<LinearKind>(found - kinds.begin());
+  product.rows = rows;
+  product.columns = columns;
+  product.terms[product.term_count++].depth = depth;
+  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> tasks;
+  for (const auto& t : split_linear({product}, threads)) {
+    tasks.emplace_back(t.first_row, t.last_row, t.first_column, t.last_column);
+  }
+  return tasks;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -84,6 +106,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("q_len"), py::arg("kv_len"), py::arg("is_causal"), py::arg("threads"),
         "The tasks of a call in the order in which threads take them: tuples of batch, key head, first and last "
         "(excluded) row of those that share the key head, first and last key.");
+  m.def("linear_work_list", &linear_work_list, py::arg("kind"), py::arg("rows"), py::arg("columns"), py::arg("depth"),
+        py::arg("threads"),
+        "The tasks of one product of a projection, 'forward', 'grad_input' or 'grad_weight', in their order: tuples of "
+        "first and last (excluded) row, first and last column of its result (rows, columns).");
   m.def(
       "set_tile_size",
       [](int64_t forward_queries, int64_t forward_keys, int64_t backward_queries, int64_t backward_keys) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "convert.h"
-#include "few_rows.h"
+#include "gemm.h"
 #include "linear_params.h"
 #include "workspace.h"
 
@@ -16,12 +16,20 @@ namespace {
 constexpr int64_t kDepthStride = kLinearDepth + kLanes;
 
 struct LinearScratch {
-  float* block;  // of the operand that is stored transposed: (kLinearRows, depth) or (depth, kLinearColumns)
+  float* block;     // of the operand that is copied transposed: (kLinearRows, depth) or (depth, kLinearColumns)
+  float* result_t;  // (kLinearColumns, kFewLinearRows)
 
   explicit LinearScratch(Workspace& w) {
     block = w.take<float>(std::max(kLinearRows * kDepthStride, kLinearDepth * kLinearColumns));
+    result_t = w.take<float>(kLinearColumns * kFewLinearRows);
   }
 };
+
+// How many of `rest` rows of an input a tile product takes. Lengths that change from call to call meet few distinct
+// sizes that way: oneDNN compiles a kernel for each and keeps it, 0.3 MB of memory.
+inline int64_t piece_of(int64_t rest, int64_t block) {
+  return rest >= block ? block : rest >= kLanes ? rest / kLanes * kLanes : rest;
+}
 
 // dst (columns x rows) = src (rows x columns)^T, any sizes
 inline void transpose_any(const Rows& src, int64_t rows, int64_t columns, float* dst, int64_t ld_dst) {
@@ -33,7 +41,8 @@ inline void transpose_any(const Rows& src, int64_t rows, int64_t columns, float*
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c) dst[c * ld_dst + r] = src.data[r * src.ld + c];
+    for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c)
+      dst[c * ld_dst + r] = src.data[r * src.ld + c];
   }
 }
 
@@ -55,19 +64,21 @@ inline void add_bias(const float* bias, int64_t rows, int64_t columns, float* c,
   }
 }
 
-// For few rows of x the copy of w would take longer than the product: both are read in place.
-inline bool reads_in_place(const LinearProduct& p, const LinearTask& t) {
-  return p.kind == LinearKind::forward && p.rows <= kFewLinearRows && p.terms[0].depth % kLanes == 0 &&
-         (t.last_column - t.first_column) % kLanes == 0;
-}
-
-inline void in_place_forward(const LinearProduct& p, const LinearTask& t) {
-  const LinearTerm& x_w = p.terms[0];
-  float* c = p.result + t.first_row * p.columns + t.first_column;
-  const int64_t rows = t.last_row - t.first_row, columns = t.last_column - t.first_column;
-  few_rows_matmul_transposed(rows, columns, x_w.depth, x_w.a.data + t.first_row * x_w.a.ld, x_w.a.ld,
-                             x_w.b.data + t.first_column * x_w.b.ld, x_w.b.ld, c, p.columns);
-  if (p.bias) add_bias(p.bias + t.first_column, rows, columns, c, p.columns);
+// For few rows the copy of w^T would take longer than the product: y^T = w x^T reads w in place and copies x^T. Each
+// element is summed in the same order as otherwise: how many rows there are does not show in them.
+inline void few_rows_forward(const LinearProduct& p, const LinearTask& t, LinearScratch& s) {
+  const LinearTerm& term = p.terms[0];
+  const int64_t columns = t.last_column - t.first_column, lanes = padded(p.rows);
+  for (int64_t k = 0; k < term.depth; k += kLinearDepth) {
+    const int64_t depth = std::min(kLinearDepth, term.depth - k);
+    transpose_any({term.a.data + k, term.a.ld}, p.rows, depth, s.block, lanes);
+    for (int64_t i = 0; i < depth; ++i) fill(s.block + i * lanes + p.rows, lanes - p.rows, 0.f);
+    brgemm_f32(columns, lanes, depth, term.b.data + t.first_column * term.b.ld + k, term.b.ld, s.block, lanes,
+               s.result_t, lanes, k > 0);
+  }
+  float* c = p.result + t.first_column;
+  transpose_any({s.result_t, lanes}, columns, p.rows, c, p.columns);
+  if (p.bias) add_bias(p.bias + t.first_column, p.rows, columns, c, p.columns);
 }
 
 // C (+)= one stretch of the depth
@@ -75,8 +86,8 @@ inline void add_stretch(const LinearProduct& p, const LinearTask& t, const Rows&
                         bool first, bool last) {
   for (int64_t j = t.first_column; j < t.last_column; j += kLinearColumns) {
     const int64_t columns = std::min(kLinearColumns, t.last_column - j);
-    for (int64_t r = t.first_row; r < t.last_row; r += kLinearRows) {
-      const int64_t rows = std::min(kLinearRows, t.last_row - r);
+    for (int64_t r = t.first_row, rows = 0; r < t.last_row; r += rows) {
+      rows = piece_of(t.last_row - r, kLinearRows);
       float* c = p.result + r * p.columns + j;
       brgemm_f32(rows, columns, depth, a.data + (r - t.first_row) * a.ld, a.ld, b.data + (j - t.first_column), b.ld, c,
                  p.columns, !first);
@@ -85,14 +96,18 @@ inline void add_stretch(const LinearProduct& p, const LinearTask& t, const Rows&
   }
 }
 
+inline int64_t depth_of(const LinearProduct& p, int64_t rest) {
+  return p.kind == LinearKind::grad_weight ? piece_of(rest, kLinearDepth) : std::min(rest, kLinearDepth);
+}
+
 inline void linear_task(const LinearProduct& p, const LinearTask& t, LinearScratch& s) {
-  if (reads_in_place(p, t)) return in_place_forward(p, t);
+  if (p.kind == LinearKind::forward && p.rows <= kFewLinearRows) return few_rows_forward(p, t, s);
   const int64_t rows = t.last_row - t.first_row, columns = t.last_column - t.first_column;
   bool first = true;
   for (int64_t i = 0; i < p.term_count; ++i) {
     const LinearTerm& term = p.terms[i];
-    for (int64_t k = 0; k < term.depth; k += kLinearDepth) {
-      const int64_t depth = std::min(kLinearDepth, term.depth - k);
+    for (int64_t k = 0, depth = 0; k < term.depth; k += depth) {
+      depth = depth_of(p, term.depth - k);
       Rows a = {term.a.data + t.first_row * term.a.ld + k, term.a.ld};
       Rows b = {term.b.data + k * term.b.ld + t.first_column, term.b.ld};
       if (p.kind == LinearKind::grad_weight) {

@@ -37,13 +37,13 @@ constexpr int64_t balanced(int64_t rows, int64_t step) {
 // head with a long cache still keeps all threads busy.
 constexpr int64_t kPartKeys = 512;
 
-// Tiles of the projections (linear.h): a block of w^T (512 x 64, 128 KB in fp32), one of x (64 x 512) and the result's
-// tile (16 KB) share an L2 of 512 KB.
-constexpr int64_t kLinearRows = 64, kLinearColumns = 64, kLinearDepth = 512;
+// Tiles of the projections (linear.h): a block of w^T (512 x 64, 128 KB in fp32), one of x (128 x 512, 256 KB) and the
+// result's tile (32 KB) share an L2 of 512 KB. Shorter depths read and write the result more often: 256 costs 2 %.
+constexpr int64_t kLinearRows = 128, kLinearColumns = 64, kLinearDepth = 512;
 // A task copies its block of w^T once for so many rows at most: with them x (2 MB at 512 features) is still in a cache
 // that threads share when the next block of columns wants it.
 constexpr int64_t kLinearTaskRows = 1024;
-// Of so few rows w is read in place.
-constexpr int64_t kFewLinearRows = 32;
+// Of so few rows x^T is copied rather than w^T.
+constexpr int64_t kFewLinearRows = 64;
 
 }  // namespace mha_ext::cpu
