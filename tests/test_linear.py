@@ -382,3 +382,18 @@ def test_a_batch_equals_its_members_alone(tiles, cross, length, features):
 @pytest.mark.parametrize("features", [(64, 64), (100, 64)], ids=str)
 def test_a_padded_batch_equals_its_members_alone(tiles, lengths, length, features):
     tiles(check_batch_mates, True, length, features, lengths)
+
+
+def check_rows_that_begin_alike() -> None:
+    """Few rows of an input are copied once for all projections: not for others that only begin at the same place."""
+    x, w = torch.randn(1, 10, 64), torch.randn(64, 64) / 8
+    forward = torch.ops.mha_ext.multi_head_attention_forward
+    for key in (x[:, :5], x.reshape(1, 20, 32), x[..., :48], x.reshape(1, 5, 128)[..., :64]):
+        w_k = torch.randn(64, key.size(-1)) / 8
+        projected = forward(x, key, key, w, w_k, w_k, w, None, None, None, None, 4)
+        for found, expected in zip(projected[1:4], (x @ w.T, key @ w_k.T, key @ w_k.T), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_begin_alike(tiles):
+    tiles(check_rows_that_begin_alike)

@@ -30,20 +30,22 @@ constexpr int64_t place(int64_t row, int64_t i, int64_t lda) {
   return A == Storage::plain ? row * lda + i : i * lda + row;
 }
 
-// C[0:Rows, 0:Vectors * width] (+)= A[0:Rows, 0:k] B[0:k, ...], accumulated in registers in ascending k
-template <int Rows, int Vectors, Storage A, typename T>
+// C[0:Rows, 0:Vectors * width] (+)= A[0:Rows, 0:k] B[0:k, ...], accumulated in registers in ascending k; V: vectors of
+// another width than the instruction set's.
+template <int Rows, int Vectors, Storage A, typename T, typename V = Vec<T>>
 inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
                           bool accumulate) {
-  Vec<T> sum[Rows][Vectors];
+  constexpr int64_t width = sizeof(V) / sizeof(T);
+  V sum[Rows][Vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) sum[r][v] = accumulate ? load(c + r * ldc + v * kWidth<T>) : Vec<T>{};
+    for (int v = 0; v < Vectors; ++v) sum[r][v] = accumulate ? load_as<V>(c + r * ldc + v * width) : V{};
   }
   for (int64_t i = 0; i < k; ++i) {
-    Vec<T> row[Vectors];
+    V row[Vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) row[v] = load(b + i * ldb + v * kWidth<T>);
+    for (int v = 0; v < Vectors; ++v) row[v] = load_as<V>(b + i * ldb + v * width);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
@@ -53,7 +55,7 @@ inline void register_tile(int64_t k, const T* a, int64_t lda, const T* b, int64_
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(c + r * ldc + v * kWidth<T>, sum[r][v]);
+    for (int v = 0; v < Vectors; ++v) store_as<V>(c + r * ldc + v * width, sum[r][v]);
   }
 }
 

@@ -15,13 +15,23 @@ namespace {
 // Not a power of two: rows 2048 bytes apart would share few sets of the L1 cache.
 constexpr int64_t kDepthStride = kLinearDepth + kLanes;
 
+// A stretch of the depth of few rows.
+struct FewRows {
+  const float* data = nullptr;
+  int64_t ld = 0, rows = 0, depth = 0;
+
+  bool operator==(const FewRows&) const = default;
+};
+
 struct LinearScratch {
-  float* block;     // of the operand that is copied transposed: (kLinearRows, depth) or (depth, kLinearColumns)
-  float* result_t;  // (kLinearColumns, kFewLinearRows)
+  float* block;  // of the operand that is copied transposed: (kLinearRows, depth) or (depth, kLinearColumns)
+  float *result_t, *stretch_t;  // y^T of few rows, (kLinearColumns, kFewLinearRows), and what one stretch adds to it
+  FewRows few;                  // what few_rows_forward() left in the block
 
   explicit LinearScratch(Workspace& w) {
     block = w.take<float>(std::max(kLinearRows * kDepthStride, kLinearDepth * kLinearColumns));
     result_t = w.take<float>(kLinearColumns * kFewLinearRows);
+    stretch_t = w.take<float>(kLinearColumns * kFewLinearRows);
   }
 };
 
@@ -64,17 +74,60 @@ inline void add_bias(const float* bias, int64_t rows, int64_t columns, float* c,
   }
 }
 
+// Few rows are padded to multiples of this: half a vector of AVX-512 takes half as long where it has two such units.
+constexpr int64_t kFewLanes = 8;
+using FewLanes = BlockRow<float>::type;
+
+// C (Rows x lanes) = A (Rows x depth) B (depth x lanes) for A that is read once, from memory: while some of its rows
+// are multiplied the next ones are on their way.
+template <int Rows>
+inline void stream_rows(int64_t depth, const float* a, int64_t lda, const float* b, int64_t lanes, float* c) {
+  constexpr int64_t stretch = 64, line = 16;
+  for (int64_t k = 0; k < depth; k += stretch) {
+    const int64_t n = std::min(stretch, depth - k);
+    for (int r = 0; r < Rows; ++r) {
+      for (int64_t i = 0; i < n; i += line) __builtin_prefetch(a + (Rows + r) * lda + k + i, 0, 2);
+    }
+    int64_t j = 0;
+    for (; j + 2 * kWidth<float> <= lanes; j += 2 * kWidth<float>) {
+      register_tile<Rows, 2, Storage::plain>(n, a + k, lda, b + k * lanes + j, lanes, c + j, lanes, k > 0);
+    }
+    for (; j + kWidth<float> <= lanes; j += kWidth<float>) {
+      register_tile<Rows, 1, Storage::plain>(n, a + k, lda, b + k * lanes + j, lanes, c + j, lanes, k > 0);
+    }
+    for (; j < lanes; j += kFewLanes) {
+      register_tile<Rows, 1, Storage::plain, float, FewLanes>(n, a + k, lda, b + k * lanes + j, lanes, c + j, lanes,
+                                                              k > 0);
+    }
+  }
+}
+
 // For few rows the copy of w^T would take longer than the product: y^T = w x^T reads w in place and copies x^T. Each
 // element is summed in the same order as otherwise: how many rows there are does not show in them.
 inline void few_rows_forward(const LinearProduct& p, const LinearTask& t, LinearScratch& s) {
   const LinearTerm& term = p.terms[0];
-  const int64_t columns = t.last_column - t.first_column, lanes = padded(p.rows);
+  const int64_t columns = t.last_column - t.first_column, lanes = (p.rows + kFewLanes - 1) / kFewLanes * kFewLanes;
   for (int64_t k = 0; k < term.depth; k += kLinearDepth) {
     const int64_t depth = std::min(kLinearDepth, term.depth - k);
-    transpose_any({term.a.data + k, term.a.ld}, p.rows, depth, s.block, lanes);
-    for (int64_t i = 0; i < depth; ++i) fill(s.block + i * lanes + p.rows, lanes - p.rows, 0.f);
-    brgemm_f32(columns, lanes, depth, term.b.data + t.first_column * term.b.ld + k, term.b.ld, s.block, lanes,
-               s.result_t, lanes, k > 0);
+    const FewRows few = {term.a.data + k, term.a.ld, p.rows, depth};
+    if (s.few != few) {  // query, key and value are often one tensor
+      transpose_any({term.a.data + k, term.a.ld}, p.rows, depth, s.block, lanes);
+      for (int64_t i = 0; i < depth; ++i) fill(s.block + i * lanes + p.rows, lanes - p.rows, 0.f);
+      s.few = few;
+    }
+    float* sum = k == 0 ? s.result_t : s.stretch_t;
+    int64_t row = 0;
+    const auto stream = [&]<int Rows>(std::integral_constant<int, Rows>) {
+      for (; row + Rows <= columns; row += Rows) {
+        stream_rows<Rows>(depth, term.b.data + (t.first_column + row) * term.b.ld + k, term.b.ld, s.block, lanes,
+                          sum + row * lanes);
+      }
+    };
+    stream(std::integral_constant<int, kRegisterRows>());
+    stream(std::integral_constant<int, 4>());
+    stream(std::integral_constant<int, 1>());
+    // As brgemm adds to what is there.
+    for (int64_t i = 0; k > 0 && i < columns * lanes; ++i) s.result_t[i] += sum[i];
   }
   float* c = p.result + t.first_column;
   transpose_any({s.result_t, lanes}, columns, p.rows, c, p.columns);
@@ -102,6 +155,7 @@ inline int64_t depth_of(const LinearProduct& p, int64_t rest) {
 
 inline void linear_task(const LinearProduct& p, const LinearTask& t, LinearScratch& s) {
   if (p.kind == LinearKind::forward && p.rows <= kFewLinearRows) return few_rows_forward(p, t, s);
+  s.few = {};
   const int64_t rows = t.last_row - t.first_row, columns = t.last_column - t.first_column;
   bool first = true;
   for (int64_t i = 0; i < p.term_count; ++i) {

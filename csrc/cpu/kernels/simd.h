@@ -33,14 +33,24 @@ constexpr int64_t kWidth = kVectorBytes / static_cast<int64_t>(sizeof(T));
 template <typename T>
 using IntOf = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
 
+template <typename V, typename T>
+inline V load_as(const T* p) {
+  return *reinterpret_cast<const V*>(p);
+}
+
+template <typename V, typename T>
+inline void store_as(T* p, V v) {
+  *reinterpret_cast<V*>(p) = v;
+}
+
 template <typename T>
 inline Vec<T> load(const T* p) {
-  return *reinterpret_cast<const Vec<T>*>(p);
+  return load_as<Vec<T>>(p);
 }
 
 template <typename T>
 inline void store(T* p, Vec<T> v) {
-  *reinterpret_cast<Vec<T>*>(p) = v;
+  store_as<Vec<T>>(p, v);
 }
 
 template <typename T>

@@ -44,6 +44,6 @@ constexpr int64_t kLinearRows = 128, kLinearColumns = 64, kLinearDepth = 512;
 // that threads share when the next block of columns wants it.
 constexpr int64_t kLinearTaskRows = 1024;
 // Of so few rows x^T is copied rather than w^T.
-constexpr int64_t kFewLinearRows = 64;
+constexpr int64_t kFewLinearRows = 32;
 
 }  // namespace mha_ext::cpu
