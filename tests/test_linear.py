@@ -391,7 +391,7 @@ def check_rows_that_begin_alike() -> None:
     for key in (x[:, :5], x.reshape(1, 20, 32), x[..., :48], x.reshape(1, 5, 128)[..., :64]):
         w_k = torch.randn(64, key.size(-1)) / 8
         projected = forward(x, key, key, w, w_k, w_k, w, None, None, None, None, 4)
-        for found, expected in zip(projected[1:4], (x @ w.T, key @ w_k.T, key @ w_k.T), strict=True):
+        for found, expected in zip(projected[2:5], (x @ w.T, key @ w_k.T, key @ w_k.T), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
