@@ -68,7 +68,7 @@ inline void add_row_sums(const Rows& a, int64_t rows, int64_t depth, bool first,
   }
 }
 
-inline void add_bias(const float* bias, int64_t rows, int64_t columns, float* c, int64_t ldc) {
+inline void add_to_rows(const float* bias, int64_t rows, int64_t columns, float* c, int64_t ldc) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t j = 0; j < columns; ++j) c[r * ldc + j] += bias[j];
   }
@@ -131,7 +131,7 @@ inline void few_rows_forward(const LinearProduct& p, const LinearTask& t, Linear
   }
   float* c = p.result + t.first_column;
   transpose_any({s.result_t, lanes}, columns, p.rows, c, p.columns);
-  if (p.bias) add_bias(p.bias + t.first_column, p.rows, columns, c, p.columns);
+  if (p.bias) add_to_rows(p.bias + t.first_column, p.rows, columns, c, p.columns);
 }
 
 // C (+)= one stretch of the depth
@@ -144,7 +144,7 @@ inline void add_stretch(const LinearProduct& p, const LinearTask& t, const Rows&
       float* c = p.result + r * p.columns + j;
       brgemm_f32(rows, columns, depth, a.data + (r - t.first_row) * a.ld, a.ld, b.data + (j - t.first_column), b.ld, c,
                  p.columns, !first);
-      if (last && p.bias) add_bias(p.bias + j, rows, columns, c, p.columns);
+      if (last && p.bias) add_to_rows(p.bias + j, rows, columns, c, p.columns);
     }
   }
 }
