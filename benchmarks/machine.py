@@ -22,7 +22,8 @@ class Machine:
     """cpu, cores, threads used, instruction set of torch; versions; rates with that many threads.
 
     fma_gflops: float32, multiplications and additions that stay in registers; exp_giga: exponentials, 10^9 a second, in
-    cache; read_gbytes: 10^9 bytes a second from memory; linear_gain: oneDNN's rate for a linear layer over torch's (g).
+    cache; read_gbytes: 10^9 bytes a second from memory; linear_gain: oneDNN's rate for a linear layer over torch's
+    (g). projections: who multiplies ours.
     """
 
     cpu: str
@@ -35,12 +36,14 @@ class Machine:
     exp_giga: float
     read_gbytes: float
     linear_gain: float
+    projections: str = ""
 
     def describe(self) -> str:
         return (
             f"{self.cpu}, {self.threads} of {self.cores} cores, {self.capability}, torch {self.torch}, "
             f"mha_ext {self.mha_ext}: fp32 {self.fma_gflops:.0f} GF/s, exp {self.exp_giga:.2f} G/s, "
             f"read {self.read_gbytes:.1f} GB/s, oneDNN / torch linear g = {self.linear_gain:.2f}"
+            + (f", projections {self.projections}" if self.projections else "")
         )
 
 
@@ -57,7 +60,15 @@ def probe() -> Machine:
         exp_giga=_exp_rate() / 1e9,
         read_gbytes=_read_bandwidth() / 1e9,
         linear_gain=_linear_gain(),
+        projections=_projections(),
     )
+
+
+def _projections() -> str:
+    """'tiles', say, or each product's."""
+    backends = mha_ext._C.linear_backends()
+    names = set(backends.values())
+    return names.pop() if len(names) == 1 else ", ".join(f"{product} {name}" for product, name in backends.items())
 
 
 def _linear_paths() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:

@@ -178,9 +178,9 @@ def compare(old: dict, new: dict) -> tuple[list[str], list[str]]:
     Ratios are compared rather than times: they were taken in turns, so that they hold on a busy machine as well.
     """
     notes = [
-        f"{field} was {old['machine'].get(field)}, is {new['machine'][field]}"
-        for field in ("cpu", "threads", "capability", "torch")
-        if old["machine"].get(field) != new["machine"][field]
+        f"{field} was {old['machine'].get(field)}, is {new['machine'].get(field)}"
+        for field in ("cpu", "threads", "capability", "torch", "projections")
+        if old["machine"].get(field) != new["machine"].get(field)
     ]
     regressions = []
     before = {row["name"]: row for row in old["rows"]}

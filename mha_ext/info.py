@@ -57,14 +57,18 @@ def main(argv: list[str]) -> int:
         prog="mha-ext info",
         description="Versions, the instruction set in use, who multiplies the matrices, and threads.",
         epilog="ATEN_CPU_CAPABILITY=avx2 or =default picks older instructions than the processor has; "
-        "MHA_EXT_LINEAR=tiles, =onednn or =blas picks who multiplies in projections; OMP_NUM_THREADS sets the threads.",
+        "MHA_EXT_LINEAR=tiles, =onednn or =blas picks who multiplies in projections, "
+        "MHA_EXT_TILE_PRODUCTS=own or =onednn in the tiles of attention; OMP_NUM_THREADS sets the threads.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     try:
         as_json = parser.parse_args(argv).json
     except CommandError as error:
         return fail(parser.prog, error)
-    found = info()
+    try:
+        found = info()
+    except ValueError as error:  # of an environment variable
+        return fail(parser.prog, error)
     if as_json:
         print(json.dumps(found, indent=2))
         return 0

@@ -31,7 +31,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def make_report(ratio: tuple[float, float, float] = (1.4, 1.5, 1.6), memory: int | None = 2**24) -> dict:
-    machine = Machine("a CPU", 2, 2, "AVX2", "2.13.0", "0.1", 100.0, 1.0, 10.0, 1.2)
+    machine = Machine("a CPU", 2, 2, "AVX2", "2.13.0", "0.1", 100.0, 1.0, 10.0, 1.2, "tiles")
     row = {
         "name": ROW, "kind": "layer", "work": "train", "feature": "", "shape": "(2, 10, 512, 8)", "length": 10,
         "target": 1.62, "share_target": None, "best_peer": "sdpa", "ratio": ratio,

@@ -405,3 +405,11 @@ except ValueError as error:
     assert ran.stdout.startswith(f"{name}: expected ") and "onednn" in ran.stdout and ", got foo" in ran.stdout, (
         ran.stderr
     )
+    told = subprocess.run(
+        [sys.executable, "-m", "mha_ext", "info"],
+        env={**os.environ, name: "foo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert told.returncode == 2 and told.stderr.count("\n") == 1 and f"{name}: expected " in told.stderr

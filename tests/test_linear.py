@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -397,3 +400,40 @@ def check_rows_that_begin_alike() -> None:
 
 def test_rows_that_begin_alike(tiles):
     tiles(check_rows_that_begin_alike)
+
+
+def check_far_rows(of: str) -> None:
+    """Rows so far apart that their distances do not fit in 2^31 bytes; only touched pages take memory."""
+    layer = make(520, 1, 16, 16) if of == "query" else make(2, 40, 16, 520)
+    dense = attend(layer)
+    x = layer.tensors[of].detach()
+    distance = 2**31 // 4 // 512 + 16
+    far = torch.empty(x.shape[0] * distance).as_strided(x.shape, (*[distance] * (x.dim() - 1), 1))
+    far.copy_(x)
+    layer.tensors = {name: far if tensor is layer.tensors[of] else tensor for name, tensor in layer.tensors.items()}
+    found = attend(layer)
+    for name in dense:
+        torch.testing.assert_close(found[name], dense[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("of", ["query", "w_q"])
+def test_rows_far_apart(tiles, of):
+    tiles(check_far_rows, of)
+
+
+def test_no_features():
+    x = torch.randn(2, 3, 0, requires_grad=True)
+    w = [torch.randn(4, 0, requires_grad=True) for _ in range(3)] + [torch.randn(5, 4, requires_grad=True)]
+    output = torch.ops.mha_ext.multi_head_attention(x, x, x, *w, None, None, None, None, 2)[0]
+    output.sum().backward()
+    assert x.grad.shape == x.shape and all(each.grad.shape == each.shape for each in w)
+
+
+def test_the_default_dtype_does_not_choose():
+    script = "import torch; torch.set_default_dtype(torch.float64); from mha_ext import _C; print(_C.linear_backends())"
+    environment = {name: value for name, value in os.environ.items() if name != "MHA_EXT_LINEAR"}
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    # On a machine where BLAS wins all three there is nothing to see.
+    assert set(_C.linear_backends().values()) == {"blas"} or set(ast.literal_eval(ran.stdout).values()) != {"blas"}

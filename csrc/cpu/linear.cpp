@@ -3,6 +3,7 @@
 #include "brgemm.h"
 #include "dispatch.h"
 #include "environment.h"
+#include "kernels/tile_size.h"
 #include "parallel.h"
 #include "work_split.h"
 
@@ -110,9 +111,9 @@ Backend measured_backend(LinearKind kind) {
   candidates.push_back(Backend::blas);
   if (onednn()) candidates.push_back(Backend::onednn);
   const int64_t count = std::clamp<int64_t>(64 * at::get_num_threads(), 128, 1024);  // work for every thread
-  const Tensor rows = at::ones({count, 512});
-  const Tensor other = at::ones({kind == LinearKind::grad_weight ? count : 512, 512});
-  const Tensor result = at::empty({kind == LinearKind::grad_weight ? 512 : count, 512});
+  const Tensor rows = at::ones({count, 512}, at::kFloat);                            // whatever the default dtype is
+  const Tensor other = at::ones({kind == LinearKind::grad_weight ? count : 512, 512}, at::kFloat);
+  const Tensor result = at::empty({kind == LinearKind::grad_weight ? 512 : count, 512}, at::kFloat);
   std::array<double, 3> best{1e9, 1e9, 1e9};
   for (int i = 0; i < 6; ++i) {
     for (const Backend backend : candidates) {
@@ -179,14 +180,16 @@ LinearProduct& LinearProducts::add(LinearKind kind, const Tensor& result) {
   return products_.emplace_back(product);
 }
 
-Rows LinearProducts::rows_of(const Tensor& x) {
+Rows LinearProducts::rows_of(const Tensor& x, Reader reader) {
   Tensor matrix = x.dim() == 2 ? x : matrix_of(x);
   // Strides of dimensions of size 1 say nothing.
-  if ((matrix.size(1) > 1 && matrix.stride(1) != 1) || (matrix.size(0) > 1 && matrix.stride(0) < matrix.size(1))) {
-    matrix = matrix.contiguous();
-  }
+  const int64_t distance = matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
+  const bool dense = (matrix.size(1) == 1 || matrix.stride(1) == 1) && distance == matrix.size(1);
+  const bool rows_are_dense = (matrix.size(1) == 1 || matrix.stride(1) == 1) && distance >= matrix.size(1);
+  // oneDNN compiles and keeps a kernel for each distance of rows, and has none for 2 GB.
+  if (reader == Reader::brgemm ? !dense : !rows_are_dense) matrix = matrix.contiguous();
   operands_.push_back(matrix);
-  return {matrix.const_data_ptr<float>(), std::max(matrix.stride(0), matrix.size(1))};
+  return {matrix.const_data_ptr<float>(), matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1)};
 }
 
 Tensor LinearProducts::forward(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -199,14 +202,15 @@ Tensor LinearProducts::forward(const Tensor& x, const Tensor& w, const OptionalT
   LinearProduct& p = add(LinearKind::forward, y);
   p.rows = x.numel() / x.size(-1);
   p.columns = w.size(0);
-  p.terms[p.term_count++] = {rows_of(x), rows_of(w), w.size(1)};
+  const Reader reader = p.rows <= kFewLinearRows ? Reader::copy : Reader::brgemm;
+  p.terms[p.term_count++] = {rows_of(x, reader), rows_of(w, Reader::copy), w.size(1)};
   if (b.has_value() && b->defined()) p.bias = operands_.emplace_back(b->contiguous()).const_data_ptr<float>();
   return y;
 }
 
 Tensor LinearProducts::grad_input(const std::vector<std::pair<Tensor, Tensor>>& terms) {
   const auto& [first_dy, first_w] = terms.front();
-  if (first_dy.numel() == 0) return at::matmul(first_dy, first_w);
+  if (first_dy.numel() == 0 || first_w.numel() == 0) return at::matmul(first_dy, first_w);
   const Backend backend = backend_for(LinearKind::grad_input, first_dy, first_w);
   if (backend != Backend::tiles) {
     const bool dnn = backend == Backend::onednn;
@@ -218,7 +222,9 @@ Tensor LinearProducts::grad_input(const std::vector<std::pair<Tensor, Tensor>>& 
   LinearProduct& p = add(LinearKind::grad_input, dx);
   p.rows = first_dy.numel() / first_dy.size(-1);
   p.columns = first_w.size(1);
-  for (const auto& [dy, w] : terms) p.terms[p.term_count++] = {rows_of(dy), rows_of(w), w.size(0)};
+  for (const auto& [dy, w] : terms) {
+    p.terms[p.term_count++] = {rows_of(dy, Reader::brgemm), rows_of(w, Reader::brgemm), w.size(0)};
+  }
   return dx;
 }
 
@@ -241,7 +247,8 @@ std::pair<Tensor, Tensor> LinearProducts::grad_weight(const Tensor& dy, const Te
   LinearProduct& p = add(LinearKind::grad_weight, grads.first);
   p.rows = rows.size(1);
   p.columns = need_weight ? inputs.size(1) : 1;
-  p.terms[p.term_count++] = {rows_of(rows), rows_of(inputs), rows.size(0)};
+  const Rows x_rows = need_weight ? rows_of(inputs, Reader::brgemm) : Rows{nullptr, 0};
+  p.terms[p.term_count++] = {rows_of(rows, Reader::copy), x_rows, rows.size(0)};
   if (need_bias) p.row_sums = grads.second.mutable_data_ptr<float>();
   return grads;
 }

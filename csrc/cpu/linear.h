@@ -30,8 +30,13 @@ class LinearProducts {
   void run();
 
  private:
+  enum class Reader : uint8_t {
+    brgemm,
+    copy
+  };  // who reads an operand's rows: the product, or a task that copies blocks
+
   LinearProduct& add(LinearKind kind, const at::Tensor& result);
-  Rows rows_of(const at::Tensor& x);
+  Rows rows_of(const at::Tensor& x, Reader reader);
 
   std::vector<LinearProduct> products_;
   std::vector<at::Tensor> operands_;  // copies among them live until run()

@@ -102,6 +102,13 @@ inline void stream_rows(int64_t depth, const float* a, int64_t lda, const float*
   }
 }
 
+// As brgemm does.
+#if defined(__FMA__) || defined(__AVX512F__)
+constexpr bool kFusesMultiplyAdd = true;
+#else
+constexpr bool kFusesMultiplyAdd = false;
+#endif
+
 // For few rows the copy of w^T would take longer than the product: y^T = w x^T reads w in place and copies x^T. Each
 // element is summed in the same order as otherwise: how many rows there are does not show in them.
 inline void few_rows_forward(const LinearProduct& p, const LinearTask& t, LinearScratch& s) {
@@ -154,7 +161,7 @@ inline int64_t depth_of(const LinearProduct& p, int64_t rest) {
 }
 
 inline void linear_task(const LinearProduct& p, const LinearTask& t, LinearScratch& s) {
-  if (p.kind == LinearKind::forward && p.rows <= kFewLinearRows) return few_rows_forward(p, t, s);
+  if (kFusesMultiplyAdd && p.kind == LinearKind::forward && p.rows <= kFewLinearRows) return few_rows_forward(p, t, s);
   s.few = {};
   const int64_t rows = t.last_row - t.first_row, columns = t.last_column - t.first_column;
   bool first = true;

@@ -1,5 +1,5 @@
 // Sizes of the score tiles and paddings, each with its reason. The measurements are those of CONTRIBUTING.md's section
-// on tile sizes; `mha_ext._C.set_tile_size` overrides them for tests and tuning.
+// on tile sizes; `mha_ext._C.set_tile_size` overrides those of attention for tests and tuning.
 #pragma once
 
 #include "attention_params.h"
@@ -43,7 +43,8 @@ constexpr int64_t kLinearRows = 128, kLinearColumns = 64, kLinearDepth = 512;
 // A task copies its block of w^T once for so many rows at most: with them x (2 MB at 512 features) is still in a cache
 // that threads share when the next block of columns wants it.
 constexpr int64_t kLinearTaskRows = 1024;
-// Of so few rows x^T is copied rather than w^T.
+// Of so few rows x^T is copied rather than w^T: 20 rows of 512 features take 0.32 ms for a layer's forward rather than
+// 0.39, 33 to 64 rows the same or less the other way.
 constexpr int64_t kFewLinearRows = 32;
 
 }  // namespace mha_ext::cpu
