@@ -184,10 +184,10 @@ Rows LinearProducts::rows_of(const Tensor& x, Reader reader) {
   Tensor matrix = x.dim() == 2 ? x : matrix_of(x);
   // Strides of dimensions of size 1 say nothing.
   const int64_t distance = matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
-  const bool dense = (matrix.size(1) == 1 || matrix.stride(1) == 1) && distance == matrix.size(1);
-  const bool rows_are_dense = (matrix.size(1) == 1 || matrix.stride(1) == 1) && distance >= matrix.size(1);
+  const bool rows_are_dense = matrix.size(1) == 1 || matrix.stride(1) == 1;
   // oneDNN compiles and keeps a kernel for each distance of rows, and has none for 2 GB.
-  if (reader == Reader::brgemm ? !dense : !rows_are_dense) matrix = matrix.contiguous();
+  const bool fits = reader == Reader::brgemm ? distance == matrix.size(1) : distance >= matrix.size(1);
+  if (!rows_are_dense || !fits) matrix = matrix.contiguous();
   operands_.push_back(matrix);
   return {matrix.const_data_ptr<float>(), matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1)};
 }

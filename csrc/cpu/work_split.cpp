@@ -114,9 +114,7 @@ struct LinearBlock {
 
 LinearBlock linear_block(const LinearProduct& p, int64_t split) {
   switch (p.kind) {
-    case LinearKind::forward:
-      // Few rows: see few_rows_forward().
-      return {p.rows <= kFewLinearRows ? p.rows : std::max(kLinearRows, kLinearTaskRows / split), kLinearColumns};
+    case LinearKind::forward: return {std::max(kLinearRows, kLinearTaskRows / split), kLinearColumns};
     case LinearKind::grad_input: return {std::max(kLinearRows / 2, kLinearTaskRows / split), kLinearColumns};
     default: break;
   }

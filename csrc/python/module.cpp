@@ -20,11 +20,13 @@ using namespace mha_ext::cpu;
 
 std::string cpu_capability() { return kernel_table().name; }
 
+constexpr std::array<const char*, 3> kLinearKinds = {"forward", "grad_input", "grad_weight"};  // in LinearKind's order
+
 py::dict linear_backends() {
   py::dict backends;
-  backends["forward"] = linear_backend(LinearKind::forward);
-  backends["grad_input"] = linear_backend(LinearKind::grad_input);
-  backends["grad_weight"] = linear_backend(LinearKind::grad_weight);
+  for (size_t kind = 0; kind < kLinearKinds.size(); ++kind) {
+    backends[kLinearKinds[kind]] = linear_backend(static_cast<LinearKind>(kind));
+  }
   return backends;
 }
 
@@ -66,11 +68,11 @@ std::vector<Task> work_list(bool backward, int64_t batch, int64_t heads, int64_t
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> linear_work_list(const std::string& kind, int64_t rows,
                                                                              int64_t columns, int64_t depth,
                                                                              int64_t threads) {
-  constexpr std::array<const char*, 3> kinds = {"forward", "grad_input", "grad_weight"};
-  const auto* found = std::find(kinds.begin(), kinds.end(), kind);
-  TORCH_CHECK_VALUE(found != kinds.end(), "linear_work_list: expected forward, grad_input or grad_weight, got ", kind);
+  const auto* found = std::find(kLinearKinds.begin(), kLinearKinds.end(), kind);
+  TORCH_CHECK_VALUE(found != kLinearKinds.end(), "linear_work_list: expected forward, grad_input or grad_weight, got ",
+                    kind);
   LinearProduct product{};
-  product.kind = static_cast<LinearKind>(found - kinds.begin());
+  product.kind = static_cast<LinearKind>(found - kLinearKinds.begin());
   product.rows = rows;
   product.columns = columns;
   product.terms[product.term_count++].depth = depth;

@@ -46,5 +46,6 @@ constexpr int64_t kLinearTaskRows = 1024;
 // Of so few rows x^T is copied rather than w^T: 20 rows of 512 features take 0.32 ms for a layer's forward rather than
 // 0.39, 33 to 64 rows the same or less the other way.
 constexpr int64_t kFewLinearRows = 32;
+static_assert(kFewLinearRows <= kLinearRows);  // one task has all of them
 
 }  // namespace mha_ext::cpu
