@@ -11,6 +11,12 @@ def brgemm_available() -> bool:
 def linear_backends() -> dict[str, str]:
     """'tiles', 'onednn' or 'blas' for the projections' products 'forward', 'grad_input' and 'grad_weight'."""
 
+def kept_memory() -> tuple[int, int]:
+    """Bytes of freed tensors that are kept for later calls, and at most (see MHA_EXT_KEEP_MB)."""
+
+def release_kept_memory() -> None:
+    """Gives the memory that is kept for later calls back to the system."""
+
 def multiply_add(iterations: int) -> float:
     """Multiplies and adds float32 numbers in the registers of all threads; returns how many operations that were."""
 

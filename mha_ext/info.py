@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
         description="Versions, the instruction set in use, who multiplies the matrices, and threads.",
         epilog="ATEN_CPU_CAPABILITY=avx2 or =default picks older instructions than the processor has; "
         "MHA_EXT_LINEAR=tiles, =onednn or =blas picks who multiplies in projections, "
-        "MHA_EXT_TILE_PRODUCTS=own or =onednn in the tiles of attention; OMP_NUM_THREADS sets the threads.",
+        "MHA_EXT_TILE_PRODUCTS=own or =onednn in the tiles of attention; "
+        "OMP_NUM_THREADS sets the threads; MHA_EXT_KEEP_MB=N limits the memory kept between calls.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     try:

@@ -7,7 +7,6 @@
 #include "../flat_signatures.h"
 #include "../outputs.h"
 #include "dispatch.h"
-#include "huge_pages.h"
 #include "kernels/tile_size.h"
 #include "parallel.h"
 #include "work_split.h"
@@ -135,7 +134,7 @@ struct PartsMemory {
       : finished(count > 1 ? p.batch * p.kv_heads : 0) {
     parts.count = count;
     if (count == 1) return;
-    memory = at::empty({p.batch * p.kv_heads, count, p.group() * p.q_len, width},
+    memory = empty({p.batch * p.kv_heads, count, p.group() * p.q_len, width},
                        at::TensorOptions(accumulate_dtype(dtype)));
     parts.memory = memory.mutable_data_ptr();
     parts.finished = finished.data();
@@ -152,7 +151,7 @@ void run_backward(const BackwardParams& p, at::ScalarType dtype) {
   std::vector<std::atomic<int64_t>> progress(split.ordered ? p.batch * p.heads * p.key_blocks() : 0);
   if (split.ordered) {
     const int64_t block = padded(std::min(p.tile.backward_queries, p.q_len));
-    accumulator = at::empty({p.batch * p.heads, p.query_blocks(), padded(p.head_dim), block},
+    accumulator = empty({p.batch * p.heads, p.query_blocks(), padded(p.head_dim), block},
                             at::TensorOptions(accumulate_dtype(dtype)));
     order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped, {}};
   }
@@ -189,10 +188,10 @@ void attention_into(const at::Tensor& query, const at::Tensor& key, const at::Te
     p.average_weights = options.average_weights;
     if (p.average_weights) {
       // Summed in the dtype that accumulates, which may be that of the weights.
-      mean = weights.to(accumulate_dtype(weights.scalar_type()));
+      const auto dtype = accumulate_dtype(weights.scalar_type());
+      mean = dtype == weights.scalar_type() ? weights : empty(weights.sym_sizes(), weights.options().dtype(dtype));
       mean_of_heads = for_all_heads(p, mean);
     }
-    advise_huge_pages(p.average_weights ? mean : weights);
     p.weights = view_of(p.average_weights ? mean_of_heads : weights);
   }
   const Kernels& kernels = kernels_for(query.scalar_type());
@@ -230,7 +229,7 @@ at::Tensor attention_backward_into(const at::Tensor& grad_output, const std::opt
     const at::Tensor& bias = *options.bias;
     const bool per_key = p.kv_len <= 1 || (bias.dim() > 0 && bias.size(-1) != 1);
     if (per_key) {
-      grad_bias = at::zeros(bias.sizes(), bias.options().dtype(accumulate_dtype(saved.query.scalar_type())));
+      grad_bias = empty(bias.sym_sizes(), bias.options().dtype(accumulate_dtype(saved.query.scalar_type()))).zero_();
       accumulator = grad_bias.expand({p.batch, p.heads, p.q_len, p.kv_len});
       p.grad_bias = view_of(accumulator);
     } else {

@@ -4,8 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -28,6 +30,18 @@ inline std::string_view environment_choice(const char* name, std::initializer_li
   const auto* found = std::find(choices.begin(), choices.end(), std::string_view(value));
   TORCH_CHECK_VALUE(found != choices.end(), name, ": expected ", one_of(choices), ", got ", value);
   return *found;
+}
+
+// The variable's value, an integer from `least` to `most`; empty when it is not set.
+inline std::optional<int64_t> environment_number(const char* name, int64_t least, int64_t most) {
+  const char* value = std::getenv(name);
+  if (!value || !*value) return std::nullopt;
+  const std::string_view text = value;
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.begin(), text.end(), number);
+  const bool fits = error == std::errc() && end == text.end() && number >= least && number <= most;
+  TORCH_CHECK_VALUE(fits, name, ": expected an integer from ", least, " to ", most, ", got ", value);
+  return number;
 }
 
 }  // namespace mha_ext::cpu

@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include "../outputs.h"
 #include "brgemm.h"
 #include "dispatch.h"
 #include "environment.h"
@@ -162,7 +163,7 @@ Tensor like_rows(const Tensor& y, const Tensor& x) {
 Tensor empty_like_rows(const Tensor& x, int64_t columns) {
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
-  return at::empty(sizes, x.options());
+  return empty(c10::fromIntArrayRefSlow(sizes), x.options());
 }
 
 // sum + dy w, in sum's memory or in new: sum is given up.
@@ -242,7 +243,7 @@ std::pair<Tensor, Tensor> LinearProducts::grad_weight(const Tensor& dy, const Te
     if (need_bias) grads.second = rows.sum(0);
     return grads;
   }
-  if (need_weight) grads.first = at::empty({rows.size(1), inputs.size(1)}, dy.options());
+  if (need_weight) grads.first = empty({rows.size(1), inputs.size(1)}, dy.options());
   if (need_bias) grads.second = at::empty({rows.size(1)}, dy.options());
   LinearProduct& p = add(LinearKind::grad_weight, grads.first);
   p.rows = rows.size(1);

@@ -114,9 +114,9 @@ LayerGrads multi_head_attention_backward(const Tensor& grad_output, const Option
 
   const Tensor grad_context = products.grad_input({{grad_output, p.w_o}});
   products.run();
-  const Tensor dq = at::empty(saved.q.sizes(), query.options());
-  const Tensor dk = at::empty(saved.k.sizes(), query.options());
-  const Tensor dv = at::empty(saved.v.sizes(), query.options());
+  const Tensor dq = empty(saved.q.sym_sizes(), query.options());
+  const Tensor dk = empty(saved.k.sym_sizes(), query.options());
+  const Tensor dv = empty(saved.v.sym_sizes(), query.options());
   const AttentionSaved core = {heads_of(saved.q, s.heads, s.head_dim),
                                heads_of(saved.k, s.kv_heads, s.head_dim),
                                heads_of(saved.v, s.kv_heads, s.value_dim),
