@@ -148,7 +148,7 @@ std::vector<LinearTask> split_linear(const std::vector<LinearProduct>& products,
   std::vector<LinearTask> tasks = linear_tasks(products, 1);
   for (int64_t split = 2; split <= 64; split *= 2) {
     const auto count = static_cast<int64_t>(tasks.size());
-    if (threads == 1 || count >= 8 * threads || (count >= 4 * threads && is_balanced(count, threads))) break;
+    if (threads == 1 || count >= 8 * threads || (count >= 6 * threads && is_balanced(count, threads))) break;
     tasks = linear_tasks(products, split);
   }
   return tasks;
