@@ -69,6 +69,9 @@ def main(argv: list[str]) -> int:
         _say(arguments, report.text_line(report.cells(measured[-1], arguments.targets)))
     if any(row["implementations"][OURS]["share"] > 1 for row in measured):
         _say(arguments, "note: shares of the peak above 100%: the machine was busy while its peak was measured")
+    peaks = [row["fma_gflops"] for row in measured]
+    if min(peaks) < 0.85 * max(peaks):
+        _say(arguments, f"note: the machine's peak went from {max(peaks):.0f} to {min(peaks):.0f} GF/s: it was busy")
     return _finish(arguments, report.make_report(probed, measured), old)
 
 

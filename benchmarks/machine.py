@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mha_ext
 
-from .timing import best_rate, in_turns, ratios
+from .timing import best_rate, in_turns, quartiles, ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Machine:
 
     fma_gflops: float32, multiplications and additions that stay in registers; exp_giga: exponentials, 10^9 a second, in
     cache; read_gbytes: 10^9 bytes a second from memory; linear_gain: oneDNN's rate for a linear layer over torch's
-    (g). projections: who multiplies ours.
+    (g). projections: who multiplies ours. A machine that others use too changes within minutes: `yardsticks` are for
+    what is compared with the first and the last rate.
     """
 
     cpu: str
@@ -49,6 +50,7 @@ class Machine:
 
 def probe() -> Machine:
     """Measures with as many threads as torch is set to use; takes about three seconds."""
+    fma_gflops, linear_gain = read_yardsticks(in_turns(yardsticks(), budget=1))
     return Machine(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -56,12 +58,30 @@ def probe() -> Machine:
         capability=torch.backends.cpu.get_cpu_capability(),
         torch=torch.__version__,
         mha_ext=getattr(mha_ext, "__version__", "unknown"),
-        fma_gflops=_fma_peak() / 1e9,
+        fma_gflops=fma_gflops,
         exp_giga=_exp_rate() / 1e9,
         read_gbytes=_read_bandwidth() / 1e9,
-        linear_gain=_linear_gain(),
+        linear_gain=linear_gain,
         projections=_projections(),
     )
+
+
+def yardsticks() -> dict[str, Callable[[], object]]:
+    """What the peak and g are read from; to be timed in turns with what is held against them."""
+    x, w = torch.randn(1024, 512), torch.randn(512, 512)
+    calls: dict[str, Callable[[], object]] = {_FMA: partial(mha_ext._C.multiply_add, _FMA_ITERATIONS)}
+    calls |= {f"{name} linear": partial(path, x, w) for name, path in _linear_paths().items()}
+    return calls
+
+
+def read_yardsticks(times: dict[str, list[float]]) -> tuple[float, float]:
+    """(fma_gflops, linear_gain) from the seconds of the yardsticks' calls; g is 1 where this torch has no oneDNN."""
+    gflops = mha_ext._C.multiply_add(_FMA_ITERATIONS) / quartiles(times[_FMA]).median / 1e9
+    onednn = times.get("oneDNN linear")
+    return gflops, ratios(times["torch linear"], onednn).median if onednn else 1.0
+
+
+_FMA, _FMA_ITERATIONS = "FMA", 1_000_000
 
 
 def _projections() -> str:
@@ -79,12 +99,6 @@ def _linear_paths() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return paths
 
 
-def _fma_peak() -> float:
-    """Operations a second: multiplications and additions in registers, nothing else."""
-    iterations = 1_000_000
-    return best_rate(partial(mha_ext._C.multiply_add, iterations), mha_ext._C.multiply_add(iterations))
-
-
 def _exp_rate() -> float:
     x = torch.randn(32768 * torch.get_num_threads())  # as many as torch gives one thread at least
     out = torch.empty_like(x)
@@ -96,13 +110,6 @@ def _read_bandwidth() -> float:
     matrix, vector = torch.ones(8192, 8192), torch.ones(8192)
     readers = (matrix.sum, partial(torch.mv, matrix, vector))
     return max(best_rate(reader, 4.0 * matrix.numel()) for reader in readers)
-
-
-def _linear_gain() -> float:
-    """oneDNN's rate over torch's at (1024, 512) x (512, 512); 1 where this torch has no oneDNN."""
-    x, w = torch.randn(1024, 512), torch.randn(512, 512)
-    times = in_turns({name: partial(path, x, w) for name, path in _linear_paths().items()}, budget=0.5)
-    return ratios(times["torch"], times["oneDNN"]).median if "oneDNN" in times else 1.0
 
 
 def _cpu_name() -> str:

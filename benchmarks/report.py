@@ -3,7 +3,8 @@
 A report is what JSON holds:
     {"format": 1, "machine": {fields of Machine}, "rows": [row, ..]}
     row: {"name", "kind", "work", "feature", "shape", "length", "target": ratio or null, "share_target": share or null,
-          "best_peer": name, "ratio": [low, median, high], "implementations": {name: figures}}
+          "best_peer": name, "ratio": [low, median, high], "implementations": {name: figures},
+          "fma_gflops", "linear_gain": the machine's, timed in turns with the row}
     figures: {"seconds": [low, median, high], "gflops", "share" of the machine's peak, "bytes" above the inputs or null}
 """
 
@@ -14,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .machine import Machine
+from .machine import Machine, read_yardsticks, yardsticks
 from .memory import peak_memory
 from .peers import OURS, check_agreement, make_candidates, make_problem
 from .rows import Row
@@ -36,7 +37,9 @@ def measure(row: Row, machine: Machine, budget: float, compiled: bool) -> dict:
     check_agreement(candidates)
     for candidate in candidates:
         candidate.prepare()
-    times = in_turns({candidate.name: candidate for candidate in candidates}, budget)
+    sticks = yardsticks()
+    times = in_turns({candidate.name: candidate for candidate in candidates} | sticks, budget)
+    fma_gflops, linear_gain = read_yardsticks({name: times.pop(name) for name in sticks})
     del candidates
     peers = {name: quartiles(taken).median for name, taken in times.items() if name != OURS}
     best_peer = min(peers, key=peers.__getitem__) if peers else None
@@ -48,7 +51,7 @@ def measure(row: Row, machine: Machine, budget: float, compiled: bool) -> dict:
         return {
             "seconds": seconds,
             "gflops": gflops,
-            "share": gbytes / machine.read_gbytes if row.bound == "read" else gflops / machine.fma_gflops,
+            "share": gbytes / machine.read_gbytes if row.bound == "read" else gflops / fma_gflops,
             "bytes": peak_memory(row, name, machine.threads),
         }
 
@@ -59,11 +62,13 @@ def measure(row: Row, machine: Machine, budget: float, compiled: bool) -> dict:
         "feature": row.feature,
         "shape": row.shape,
         "length": row.kv_len,
-        "target": row.target.ratio(machine.linear_gain) if row.target else None,
+        "target": row.target.ratio(linear_gain) if row.target else None,
         "share_target": row.share_target,
         "best_peer": best_peer,
         "ratio": ratios(times[best_peer], times[OURS]) if best_peer else None,
         "implementations": {name: figures(name) for name in times},
+        "fma_gflops": fma_gflops,
+        "linear_gain": linear_gain,
     }
 
 
@@ -102,7 +107,7 @@ def _target(row: dict) -> str:
     """Each target with its verdict."""
     wanted = []
     if row["target"] and row["ratio"]:
-        wanted.append((f"ratio {row['target']:.2f}", row["ratio"][1] >= row["target"]))
+        wanted.append((f"ratio {row['target']:.2f} (g {row['linear_gain']:.2f})", row["ratio"][1] >= row["target"]))
     if row["share_target"]:
         wanted.append(
             (f"{row['share_target']:.0%} of peak", row["implementations"][OURS]["share"] >= row["share_target"])
@@ -144,8 +149,8 @@ def markdown(report: dict, targets: bool) -> str:
 
 _LEGEND = (
     "Layers are (batch, length, d_model, heads), cores (batch, heads, length, head size); train is forward and "
-    "backward. The ratio is the best peer's time over ours, taken in turns: median and quartiles. Memory is the peak "
-    "above inputs and parameters."
+    "backward. The ratio is the best peer's time over ours, taken in turns: median and quartiles; the peak of the "
+    "multiply-add units and g were timed in turns with each row, too. Memory is the peak above inputs and parameters."
 )
 
 

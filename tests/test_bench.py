@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import compiled, heads, models, peers, report
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, read_yardsticks, yardsticks
 from benchmarks.rows import ROWS, Target, select
 from benchmarks.timing import in_turns, quartiles, ratios
 from mha_ext import cli
@@ -39,6 +39,7 @@ def make_report(ratio: tuple[float, float, float] = (1.4, 1.5, 1.6), memory: int
             name: {"seconds": (1e-3, 2e-3, 3e-3), "gflops": 50.0, "share": 0.5, "bytes": memory}
             for name in ("ours", "sdpa")
         },
+        "fma_gflops": 90.0, "linear_gain": 1.25,
     }  # fmt: skip
     return json.loads(json.dumps(report.make_report(machine, [row])))
 
@@ -84,6 +85,27 @@ def test_targets_follow_the_linear_gain():
     assert Target(1.1, 0.9).ratio(0.9) == 1.1  # noise does not lower the bar
 
 
+def test_yardsticks_tell_the_peak_and_the_linear_gain():
+    sticks = yardsticks()
+    gflops, gain = read_yardsticks(in_turns(sticks, budget=0.2))
+    assert gflops > 1 and 0.2 < gain < 20
+    times = {name: [2.0, 2.0, 3.0] for name in sticks} | {"torch linear": [3.0, 3.0, 3.0]}
+    assert read_yardsticks(times)[1] == (1.5 if "oneDNN linear" in sticks else 1.0)
+    assert read_yardsticks({**times, "FMA": [0.1] * 3})[0] == pytest.approx(
+        10 * read_yardsticks({**times, "FMA": [1.0] * 3})[0]
+    )
+
+
+def test_a_row_is_held_against_the_machine_at_that_time():
+    row = make_report()["rows"][0]
+    assert report.cells(row, targets=True)[-1] == "ratio 1.62 (g 1.25) MISSED"
+    measured = report.measure(select(ROW)[0], Machine(**make_report()["machine"]), budget=0.05, compiled=False)
+    ours = measured["implementations"]["ours"]
+    assert ours["share"] == pytest.approx(ours["gflops"] / measured["fma_gflops"])
+    assert measured["target"] == pytest.approx(select(ROW)[0].target.ratio(measured["linear_gain"]))
+    assert set(measured["implementations"]) == {"ours", "document", "sdpa", "torch"}
+
+
 def test_turns_and_quartiles():
     seen = []
     times = in_turns({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, budget=0.02)
@@ -119,7 +141,7 @@ def test_markdown_goes_between_its_marks(tmp_path):
     report.replace_marked(path, report.markdown(make_report(), targets=True))
     text = path.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "| 1.50 (1.40-1.60) |" in text and "ratio 1.62 MISSED" in text and "a CPU" in text
+    assert "| 1.50 (1.40-1.60) |" in text and "ratio 1.62 (g 1.25) MISSED" in text and "a CPU" in text
     path.write_text("no marks")
     with pytest.raises(ValueError, match="expected .*README.md to hold the lines"):
         report.replace_marked(path, "table")
