@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class Machine:
     fma_gflops: float32, multiplications and additions that stay in registers; exp_giga: exponentials, 10^9 a second, in
     cache; read_gbytes: 10^9 bytes a second from memory; linear_gain: oneDNN's rate for a linear layer over torch's
     (g). projections: who multiplies ours. A machine that others use too changes within minutes: `yardsticks` are for
-    what is compared with the first and the last rate.
+    what is compared with these rates.
     """
 
     cpu: str
@@ -50,7 +51,7 @@ class Machine:
 
 def probe() -> Machine:
     """Measures with as many threads as torch is set to use; takes about three seconds."""
-    fma_gflops, linear_gain = read_yardsticks(in_turns(yardsticks(), budget=1))
+    pace = read_yardsticks(in_turns(yardsticks(reads=True), budget=2))
     return Machine(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -58,30 +59,46 @@ def probe() -> Machine:
         capability=torch.backends.cpu.get_cpu_capability(),
         torch=torch.__version__,
         mha_ext=getattr(mha_ext, "__version__", "unknown"),
-        fma_gflops=fma_gflops,
+        fma_gflops=pace.fma_gflops,
         exp_giga=_exp_rate() / 1e9,
-        read_gbytes=_read_bandwidth() / 1e9,
-        linear_gain=linear_gain,
+        read_gbytes=pace.read_gbytes or 0.0,
+        linear_gain=pace.linear_gain,
         projections=_projections(),
     )
 
 
-def yardsticks() -> dict[str, Callable[[], object]]:
-    """What the peak and g are read from; to be timed in turns with what is held against them."""
+class Pace(NamedTuple):
+    """What the yardsticks say; see Machine."""
+
+    fma_gflops: float
+    read_gbytes: float | None
+    linear_gain: float
+
+
+_FMA_ITERATIONS = 1_000_000
+_READ_SIZE = 8192  # a matrix of 256 MB: no cache holds it
+
+
+def yardsticks(reads: bool) -> dict[str, Callable[[], object]]:
+    """Calls that tell the machine's pace, to be timed in turns with what is held against it; `reads`: memory's, too."""
     x, w = torch.randn(1024, 512), torch.randn(512, 512)
-    calls: dict[str, Callable[[], object]] = {_FMA: partial(mha_ext._C.multiply_add, _FMA_ITERATIONS)}
+    calls: dict[str, Callable[[], object]] = {"FMA": partial(mha_ext._C.multiply_add, _FMA_ITERATIONS)}
     calls |= {f"{name} linear": partial(path, x, w) for name, path in _linear_paths().items()}
+    if reads:
+        matrix, vector = torch.ones(_READ_SIZE, _READ_SIZE), torch.ones(_READ_SIZE)
+        calls |= {"sum": matrix.sum, "product with a vector": partial(torch.mv, matrix, vector)}
     return calls
 
 
-def read_yardsticks(times: dict[str, list[float]]) -> tuple[float, float]:
-    """(fma_gflops, linear_gain) from the seconds of the yardsticks' calls; g is 1 where this torch has no oneDNN."""
-    gflops = mha_ext._C.multiply_add(_FMA_ITERATIONS) / quartiles(times[_FMA]).median / 1e9
+def read_yardsticks(times: dict[str, list[float]]) -> Pace:
+    """From the seconds of their calls. g is 1 where this torch has no oneDNN."""
+    reading = [quartiles(times[name]).median for name in ("sum", "product with a vector") if name in times]
     onednn = times.get("oneDNN linear")
-    return gflops, ratios(times["torch linear"], onednn).median if onednn else 1.0
-
-
-_FMA, _FMA_ITERATIONS = "FMA", 1_000_000
+    return Pace(
+        fma_gflops=mha_ext._C.multiply_add(_FMA_ITERATIONS) / quartiles(times["FMA"]).median / 1e9,
+        read_gbytes=4e-9 * _READ_SIZE**2 / min(reading) if reading else None,
+        linear_gain=ratios(times["torch linear"], onednn).median if onednn else 1.0,
+    )
 
 
 def _projections() -> str:
@@ -103,13 +120,6 @@ def _exp_rate() -> float:
     x = torch.randn(32768 * torch.get_num_threads())  # as many as torch gives one thread at least
     out = torch.empty_like(x)
     return best_rate(lambda: torch.exp(x, out=out), x.numel())
-
-
-def _read_bandwidth() -> float:
-    """Bytes a second: the best of two ways to read a matrix that no cache holds."""
-    matrix, vector = torch.ones(8192, 8192), torch.ones(8192)
-    readers = (matrix.sum, partial(torch.mv, matrix, vector))
-    return max(best_rate(reader, 4.0 * matrix.numel()) for reader in readers)
 
 
 def _cpu_name() -> str:

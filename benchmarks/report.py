@@ -4,7 +4,7 @@ A report is what JSON holds:
     {"format": 1, "machine": {fields of Machine}, "rows": [row, ..]}
     row: {"name", "kind", "work", "feature", "shape", "length", "target": ratio or null, "share_target": share or null,
           "best_peer": name, "ratio": [low, median, high], "implementations": {name: figures},
-          "fma_gflops", "linear_gain": the machine's, timed in turns with the row}
+          "fma_gflops", "read_gbytes" (of rows bound by it, or null), "linear_gain": timed in turns with the row}
     figures: {"seconds": [low, median, high], "gflops", "share" of the machine's peak, "bytes" above the inputs or null}
 """
 
@@ -37,9 +37,9 @@ def measure(row: Row, machine: Machine, budget: float, compiled: bool) -> dict:
     check_agreement(candidates)
     for candidate in candidates:
         candidate.prepare()
-    sticks = yardsticks()
+    sticks = yardsticks(reads=row.bound == "read")
     times = in_turns({candidate.name: candidate for candidate in candidates} | sticks, budget)
-    fma_gflops, linear_gain = read_yardsticks({name: times.pop(name) for name in sticks})
+    pace = read_yardsticks({name: times.pop(name) for name in sticks})
     del candidates
     peers = {name: quartiles(taken).median for name, taken in times.items() if name != OURS}
     best_peer = min(peers, key=peers.__getitem__) if peers else None
@@ -51,7 +51,7 @@ def measure(row: Row, machine: Machine, budget: float, compiled: bool) -> dict:
         return {
             "seconds": seconds,
             "gflops": gflops,
-            "share": gbytes / machine.read_gbytes if row.bound == "read" else gflops / fma_gflops,
+            "share": gbytes / pace.read_gbytes if pace.read_gbytes else gflops / pace.fma_gflops,
             "bytes": peak_memory(row, name, machine.threads),
         }
 
@@ -62,13 +62,12 @@ def measure(row: Row, machine: Machine, budget: float, compiled: bool) -> dict:
         "feature": row.feature,
         "shape": row.shape,
         "length": row.kv_len,
-        "target": row.target.ratio(linear_gain) if row.target else None,
+        "target": row.target.ratio(pace.linear_gain) if row.target else None,
         "share_target": row.share_target,
         "best_peer": best_peer,
         "ratio": ratios(times[best_peer], times[OURS]) if best_peer else None,
         "implementations": {name: figures(name) for name in times},
-        "fma_gflops": fma_gflops,
-        "linear_gain": linear_gain,
+        **pace._asdict(),
     }
 
 
@@ -150,7 +149,7 @@ def markdown(report: dict, targets: bool) -> str:
 _LEGEND = (
     "Layers are (batch, length, d_model, heads), cores (batch, heads, length, head size); train is forward and "
     "backward. The ratio is the best peer's time over ours, taken in turns: median and quartiles; the peak of the "
-    "multiply-add units and g were timed in turns with each row, too. Memory is the peak above inputs and parameters."
+    "machine and g were timed in turns with each row, too. Memory is the peak above inputs and parameters."
 )
 
 

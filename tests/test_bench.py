@@ -39,7 +39,7 @@ def make_report(ratio: tuple[float, float, float] = (1.4, 1.5, 1.6), memory: int
             name: {"seconds": (1e-3, 2e-3, 3e-3), "gflops": 50.0, "share": 0.5, "bytes": memory}
             for name in ("ours", "sdpa")
         },
-        "fma_gflops": 90.0, "linear_gain": 1.25,
+        "fma_gflops": 90.0, "read_gbytes": None, "linear_gain": 1.25,
     }  # fmt: skip
     return json.loads(json.dumps(report.make_report(machine, [row])))
 
@@ -86,14 +86,15 @@ def test_targets_follow_the_linear_gain():
 
 
 def test_yardsticks_tell_the_peak_and_the_linear_gain():
-    sticks = yardsticks()
-    gflops, gain = read_yardsticks(in_turns(sticks, budget=0.2))
-    assert gflops > 1 and 0.2 < gain < 20
+    sticks = yardsticks(reads=True)
+    pace = read_yardsticks(in_turns(sticks, budget=0.2))
+    assert pace.fma_gflops > 1 and pace.read_gbytes > 0.1 and 0.2 < pace.linear_gain < 20
     times = {name: [2.0, 2.0, 3.0] for name in sticks} | {"torch linear": [3.0, 3.0, 3.0]}
-    assert read_yardsticks(times)[1] == (1.5 if "oneDNN linear" in sticks else 1.0)
-    assert read_yardsticks({**times, "FMA": [0.1] * 3})[0] == pytest.approx(
-        10 * read_yardsticks({**times, "FMA": [1.0] * 3})[0]
-    )
+    pace = read_yardsticks(times)
+    assert pace.linear_gain == (1.5 if "oneDNN linear" in sticks else 1.0)
+    assert pace.read_gbytes == pytest.approx(2**28 / 2e9)
+    without = read_yardsticks({name: times[name] for name in yardsticks(reads=False)} | {"FMA": [4.0]})
+    assert without.read_gbytes is None and without.fma_gflops == pytest.approx(pace.fma_gflops / 2)
 
 
 def test_a_row_is_held_against_the_machine_at_that_time():

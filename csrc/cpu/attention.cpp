@@ -134,8 +134,8 @@ struct PartsMemory {
       : finished(count > 1 ? p.batch * p.kv_heads : 0) {
     parts.count = count;
     if (count == 1) return;
-    memory = empty({p.batch * p.kv_heads, count, p.group() * p.q_len, width},
-                       at::TensorOptions(accumulate_dtype(dtype)));
+    memory =
+        empty({p.batch * p.kv_heads, count, p.group() * p.q_len, width}, at::TensorOptions(accumulate_dtype(dtype)));
     parts.memory = memory.mutable_data_ptr();
     parts.finished = finished.data();
   }
@@ -152,7 +152,7 @@ void run_backward(const BackwardParams& p, at::ScalarType dtype) {
   if (split.ordered) {
     const int64_t block = padded(std::min(p.tile.backward_queries, p.q_len));
     accumulator = empty({p.batch * p.heads, p.query_blocks(), padded(p.head_dim), block},
-                            at::TensorOptions(accumulate_dtype(dtype)));
+                        at::TensorOptions(accumulate_dtype(dtype)));
     order = {accumulator.mutable_data_ptr(), progress.data(), &queue.stopped, {}};
   }
   const PartsMemory memory(p, split.parts, padded(p.head_dim), dtype);

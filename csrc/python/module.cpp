@@ -102,8 +102,9 @@ PYBIND11_MODULE(_C, m) {
         "Whether float32 tile products run in oneDNN's batch-reduce GEMM; otherwise in the kernels' own.");
   m.def("linear_backends", &linear_backends,
         "'tiles', 'onednn' or 'blas' for the projections' products 'forward', 'grad_input' and 'grad_weight'.");
-  m.def("kept_memory", [] { return std::make_tuple(kept_bytes(), most_kept_bytes()); },
-        "Bytes of freed tensors that are kept for later calls, and at most.");
+  m.def(
+      "kept_memory", [] { return std::make_tuple(kept_bytes(), most_kept_bytes()); },
+      "Bytes of freed tensors that are kept for later calls, and at most.");
   m.def("release_kept_memory", &release_kept_memory, "Gives them back to the system.");
   m.def("multiply_add", &multiply_add, py::arg("iterations"), py::call_guard<py::gil_scoped_release>(),
         "Multiplies and adds float32 numbers in the registers of all threads; returns how many operations that were.");
