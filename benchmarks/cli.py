@@ -135,12 +135,17 @@ def _parser() -> Parser:
     add("--compiled", action="store_true", help="training under torch.compile against eager mode instead of rows")
     add("--heads", action="store_true", help="what recording and gating heads costs instead of rows")
     add("--list", action="store_true", help="list the rows and stop")
-    add("--quick", action="store_true", help="about half a second a row: a first impression")
+    add("--quick", action="store_true", help="half a second of timing a row: a first impression")
     add("--threads", type=_positive, metavar="N", help="threads to compute with (default: torch's choice)")
     add("--compile", action="store_true", help="torch.compile of the documents' class as one more peer (slow to start)")
     add("--targets", action="store_true", help="show what each row should reach on this machine")
     add("--json", type=Path, metavar="FILE", help="write every figure")
-    add("--compare", type=Path, metavar="OLD.json", help="name what got worse since that --json")
+    add(
+        "--compare",
+        type=Path,
+        metavar="OLD.json",
+        help="name rows whose ratio to the best peer, or memory, got worse since that --json",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the ratios, and time and memory of 'length-*' rows")
     add(
         "--markdown",

@@ -21,6 +21,7 @@ class Info(TypedDict):
     cpu_capability: str
     tile_products: str
     projections: dict[str, str]
+    keep_mb: int
     threads: int
     interop_threads: int
 
@@ -31,7 +32,7 @@ def info() -> Info:
     cpu_capability is 'default', 'avx2' or 'avx512': the best that the processor, this build and the environment
     variable ATEN_CPU_CAPABILITY allow. tile_products is 'onednn' or 'own': who multiplies the float32 tiles of
     attention. projections is 'tiles' (our own), 'onednn' or 'blas' for each product of a linear layer: the fastest,
-    measured at first use.
+    measured at first use. keep_mb: how much memory of freed results is kept for later calls at most.
     """
     return {
         "version": _build.VERSION,
@@ -42,6 +43,7 @@ def info() -> Info:
         "cpu_capability": _C.cpu_capability(),
         "tile_products": "onednn" if _C.brgemm_available() else "own",
         "projections": _C.linear_backends(),
+        "keep_mb": _C.kept_memory()[1] >> 20,
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
     }

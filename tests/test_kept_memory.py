@@ -181,6 +181,13 @@ def test_storage_may_be_resized_copied_shared_and_saved():
     output.resize_(0).untyped_storage().resize_(0)
 
 
+def test_storage_cannot_be_resized_to_negative_numbers():
+    storage = attend(*LARGE)[0].untyped_storage()
+    for size in (-5, -(2**40)):
+        with pytest.raises(RuntimeError, match="negative number"):
+            storage.resize_(size)
+
+
 def test_the_profiler_sees_what_is_allocated_and_freed():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for _ in range(3):
@@ -228,6 +235,54 @@ def test_a_forked_process_has_its_own():
     os.close(reader)
     os.close(writer)
     assert torch.equal(ops.attention(query, key, value)[0], expected)
+
+
+def test_a_fork_while_threads_allocate_does_not_hang():
+    script = """
+import os, signal, threading, torch
+from mha_ext import _C, ops
+torch.set_num_threads(1)
+query, key = torch.randn(1, 8, 64, 64), torch.randn(1, 8, 1, 64)
+many = [ops.attention(query, key, key)[0] for _ in range(800)]  # to be searched while the mutex is held
+del many
+done = False
+def work():
+    while not done: ops.attention(query, key, key)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+good = 0
+for _ in range(100):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        _C.kept_memory()
+        ops.attention(query, key, key)
+        kept = _C.kept_memory()[0]
+        _C.release_kept_memory()
+        os._exit(3 if kept > 0 and _C.kept_memory()[0] == 0 else 4)
+    good += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+done = True
+for thread in threads: thread.join()
+print(good)
+"""
+    assert python(script) == "100"
+
+
+def test_kept_memory_is_given_up_for_a_call_that_needs_more():
+    script = """
+import resource, torch
+from mha_ext import _C, ops
+def call(batch): return ops.attention(*torch.randn(3, batch, 8, 512, 64), need_weights=True)
+alive = [call(1) for _ in range(20)]
+del alive
+query, key, value = torch.randn(3, 16, 8, 512, 64)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+kept = _C.kept_memory()[0]
+weights = ops.attention(query, key, value, need_weights=True)[1]
+print(kept > weights.nbytes, _C.kept_memory()[0] < kept)
+"""
+    assert python(script, MHA_EXT_KEEP_MB="256") == "True True"
 
 
 def test_a_system_without_memory_says_so():

@@ -38,8 +38,8 @@ inline std::optional<int64_t> environment_number(const char* name, int64_t least
   if (!value || !*value) return std::nullopt;
   const std::string_view text = value;
   int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.begin(), text.end(), number);
-  const bool fits = error == std::errc() && end == text.end() && number >= least && number <= most;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool fits = error == std::errc() && end == text.data() + text.size() && number >= least && number <= most;
   TORCH_CHECK_VALUE(fits, name, ": expected an integer from ", least, " to ", most, ", got ", value);
   return number;
 }

@@ -5,11 +5,13 @@
 #include <c10/core/CPUAllocator.h>
 
 #ifdef __linux__
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <deque>
+#include <fstream>
 #include <mutex>
 #endif
 
@@ -52,7 +54,9 @@ Block* map_block(size_t size) {
 void unmap_block(Block* block) { munmap(block, block->size); }
 
 size_t default_most_kept() {
-  const auto memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  auto memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  size_t limit = 0;  // of a container
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit) memory = std::min(memory, limit);
   return std::min(256 * kMegabyte, memory / 32);
 }
 
@@ -60,15 +64,28 @@ class KeptMemory final : public c10::Allocator {
  public:
   // Never destroyed: tensors may outlive every static object.
   static KeptMemory& instance() {
-    static auto* memory = new KeptMemory(environment_number("MHA_EXT_KEEP_MB", 0, 1 << 20));
+    static auto* memory = [] {
+      auto* made = new KeptMemory(environment_number("MHA_EXT_KEEP_MB", 0, 1 << 20));
+      // A child must not wait for a thread that it does not have.
+      constexpr auto unlock = [] { instance().mutex_.unlock(); };
+      pthread_atfork([] { instance().mutex_.lock(); }, unlock, unlock);
+      return made;
+    }();
     return *memory;
   }
 
   c10::DataPtr allocate(size_t bytes) override {
-    const size_t size = mapped_size(bytes);
-    Block* block = take(size);
-    if (!block) block = map_block(size);
-    if (!block) return c10::GetCPUAllocator()->allocate(bytes);  // which says so if there is none
+    Block* block = nullptr;
+    if (bytes <= PTRDIFF_MAX / 2) {  // storage may be resized to any number
+      const size_t size = mapped_size(bytes);
+      block = take(size);
+      if (!block) block = map_block(size);
+      if (!block) {
+        release();
+        block = map_block(size);
+      }
+    }
+    if (!block) return c10::GetCPUAllocator()->allocate(bytes);  // which says why there is none
     void* data = block + 1;
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &free, c10::Device(c10::DeviceType::CPU)};
@@ -99,12 +116,9 @@ class KeptMemory final : public c10::Allocator {
     instance().keep(static_cast<Block*>(data) - 1);
   }
 
-  // Neither of these waits for the mutex: a process forked while another thread had it would wait for ever.
-
   // The best fit, at most a quarter too large; among equals the one that was freed last, as caches may still have it.
   Block* take(size_t size) {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock) return nullptr;
+    const std::lock_guard lock(mutex_);
     auto best = blocks_.end();
     for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
       const size_t found = (*block)->size;
@@ -118,8 +132,8 @@ class KeptMemory final : public c10::Allocator {
   }
 
   void keep(Block* block) {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock || block->size > most_) return unmap_block(block);
+    if (block->size > most_) return unmap_block(block);
+    const std::lock_guard lock(mutex_);
     block->freed = freed_++;
     blocks_.push_back(block);
     kept_ += block->size;
