@@ -1,6 +1,6 @@
 // Memory of large results and of what lies between two steps, kept for the calls to come. The C library would give it
 // back to the system with every tensor that is freed, and fresh pages cost a fault and are zeroed: a tenth of the time
-// of a layer that returns its weights, a twentieth of that of a training step.
+// of a layer that returns its weights, up to a twentieth of that of a training step.
 #pragma once
 
 #include <c10/core/Allocator.h>
