@@ -3,7 +3,6 @@
 import copy
 import io
 import os
-import subprocess
 import sys
 import threading
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from mha_ext import _C, MultiHeadAttention, ops
+from tests.commands import run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is kept on Linux only")
 
@@ -31,10 +31,15 @@ def attend(*shape, **options):
 
 def python(script, **environment):
     """The last line that a program prints, run with these environment variables."""
-    command = [sys.executable, "-c", script]
-    ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()[-1]
+    return run(sys.executable, "-c", script, **environment).splitlines()[-1]
+
+
+# Part of a program: from here on there are 64 MB more than are in use.
+LITTLE_MEMORY = """
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+"""
 
 
 def test_the_next_call_gets_the_memory_of_a_freed_tensor():
@@ -269,15 +274,14 @@ print(good)
 
 
 def test_kept_memory_is_given_up_for_a_call_that_needs_more():
-    script = """
-import resource, torch
+    script = f"""
+import torch
 from mha_ext import _C, ops
 def call(batch): return ops.attention(*torch.randn(3, batch, 8, 512, 64), need_weights=True)
 alive = [call(1) for _ in range(20)]
 del alive
 query, key, value = torch.randn(3, 16, 8, 512, 64)
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+{LITTLE_MEMORY}
 kept = _C.kept_memory()[0]
 weights = ops.attention(query, key, value, need_weights=True)[1]
 print(kept > weights.nbytes, _C.kept_memory()[0] < kept)
@@ -286,13 +290,12 @@ print(kept > weights.nbytes, _C.kept_memory()[0] < kept)
 
 
 def test_a_system_without_memory_says_so():
-    script = """
-import resource, torch
+    script = f"""
+import torch
 from mha_ext import ops
 query, key, value = torch.randn(3, 1, 8, 4096, 64)
 ops.attention(query, key, value)
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+{LITTLE_MEMORY}
 try:
     ops.attention(query, key, value, need_weights=True)
 except RuntimeError as error:

@@ -91,8 +91,6 @@ class KeptMemory final : public c10::Allocator {
     return {data, data, &free, c10::Device(c10::DeviceType::CPU)};
   }
 
-  c10::DeleterFnPtr raw_deleter() const override { return &free; }
-
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 
   size_t most() const { return most_; }

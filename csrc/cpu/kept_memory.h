@@ -11,7 +11,7 @@ namespace mha_ext::cpu {
 c10::Allocator& allocator_for(size_t bytes);
 
 // Bytes that are kept now and belong to no tensor, and how many that may be: MHA_EXT_KEEP_MB, or 256 MB, or a 32nd of
-// the machine's memory if that is less.
+// the machine's or the container's memory if that is less.
 size_t kept_bytes();
 size_t most_kept_bytes();
 
